@@ -1,0 +1,151 @@
+#include "api/checks.h"
+
+#include <cmath>
+#include <string>
+
+#include "common/mask.h"
+#include "common/workspace.h"
+
+namespace backlite {
+namespace {
+
+constexpr int64_t kMinHeadDim = 8;
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kHeadDimStep = 8;
+// Tile numbers travel as int32 and, in selection, as 23 bits beside a probability.
+constexpr int64_t kMaxLength = (int64_t{1} << 23) * kQueryTile;
+// Numbers of elements and their products with a stride must stay far from 2^63.
+constexpr int64_t kMaxCount = int64_t{1} << 31;
+
+template <typename Value>
+[[noreturn]] void refuse(const std::string& name, const Value& value, const std::string& accepted) {
+  if constexpr (std::is_convertible_v<Value, std::string>) {
+    throw InvalidArgument(name + " = " + std::string(value) + ": " + accepted);
+  } else {
+    throw InvalidArgument(name + " = " + std::to_string(value) + ": " + accepted);
+  }
+}
+
+void check_range(const std::string& name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    refuse(name, value,
+           "accepted are " + std::to_string(low) + " to " + std::to_string(high));
+  }
+}
+
+void check_pointer(const std::string& name, const void* pointer, bool needed) {
+  if (needed && pointer == nullptr) refuse(name, "nullptr", "a pointer is needed");
+}
+
+template <typename AnyTensor>
+void check_tensor(const std::string& name, const AnyTensor& tensor, int64_t batch, int64_t length,
+                  int64_t head_dim) {
+  check_pointer(name + ".data", tensor.data, batch > 0 && length > 0);
+  // Rows of one head must not overlap: a stride below head_dim would read, or write, other rows.
+  if (length > 1 && tensor.length_stride != 0 && std::abs(tensor.length_stride) < head_dim) {
+    refuse(name + ".length_stride", tensor.length_stride,
+           "at least head_dim = " + std::to_string(head_dim) + " elements (or 0: one row for all)");
+  }
+}
+
+void check_output(const std::string& name, const Tensor& tensor, int64_t batch, int64_t length,
+                  int64_t head_dim) {
+  check_tensor(name, tensor, batch, length, head_dim);
+  if (length > 1 && tensor.length_stride == 0) {
+    refuse(name + ".length_stride", tensor.length_stride, "an output needs its rows apart");
+  }
+}
+
+}  // namespace
+
+void check_problem(const Problem& problem) {
+  if (problem.device == Device::kCuda) {
+    throw NotSupported(
+        "device = cuda: this build has no CUDA backend; accepted is cpu (move the tensors there)");
+  }
+  check_range("batch", problem.batch, 0, kMaxCount);
+  check_range("num_query_heads", problem.num_query_heads, 1, kMaxCount);
+  check_range("num_key_heads", problem.num_key_heads, 1, kMaxCount);
+  if (problem.num_query_heads % problem.num_key_heads != 0) {
+    refuse("num_query_heads", problem.num_query_heads,
+           "a multiple of num_key_heads = " + std::to_string(problem.num_key_heads) +
+               " is needed");
+  }
+  check_range("query_length", problem.query_length, 0, kMaxLength);
+  check_range("key_length", problem.key_length, 0, kMaxLength);
+  if (problem.head_dim < kMinHeadDim || problem.head_dim > kMaxHeadDim ||
+      problem.head_dim % kHeadDimStep != 0) {
+    refuse("head_dim", problem.head_dim, "accepted are multiples of 8 from 8 to 256");
+  }
+  if (!std::isfinite(problem.scale)) {
+    refuse("scale", problem.scale, "a finite number is needed");
+  }
+  if (problem.window_left < -1) {
+    refuse("window_left", problem.window_left, "accepted are -1 (unlimited) and larger");
+  }
+  if (problem.window_right < -1) {
+    refuse("window_right", problem.window_right, "accepted are -1 (unlimited) and larger");
+  }
+}
+
+void check(const Problem& problem, const ForwardArgs& args) {
+  const Problem& p = problem;
+  check_tensor("query", args.query, p.batch, p.query_length, p.head_dim);
+  check_tensor("key", args.key, p.batch, p.key_length, p.head_dim);
+  check_tensor("value", args.value, p.batch, p.key_length, p.head_dim);
+  check_output("out", args.out, p.batch, p.query_length, p.head_dim);
+  check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
+}
+
+void check(const Problem& problem, const SelectArgs& args) {
+  const bool has_tiles = problem.batch > 0 && problem.query_length > 0 && problem.key_length > 0;
+  check_pointer("tile_stats", args.tile_stats, has_tiles);
+  check_pointer("tile_bits", args.tile_bits, has_tiles);
+  check_pointer("negl_prob", args.negl_prob, true);
+  if (args.num_negl_prob != 1 && args.num_negl_prob != problem.num_query_heads) {
+    refuse("num_negl_prob", args.num_negl_prob,
+           "accepted are 1 and num_query_heads = " + std::to_string(problem.num_query_heads));
+  }
+  for (int64_t i = 0; i < args.num_negl_prob; ++i) {
+    check_range("negl_prob[" + std::to_string(i) + "]", args.negl_prob[i], 0, kProbOne - 1);
+  }
+}
+
+void check(const Problem& problem, const ScheduleArgs& args) {
+  (void)problem;
+  check_pointer("schedule", args.schedule, true);
+}
+
+void check(const Problem& problem, const BackwardArgs& args) {
+  const Problem& p = problem;
+  check_tensor("query", args.query, p.batch, p.query_length, p.head_dim);
+  check_tensor("key", args.key, p.batch, p.key_length, p.head_dim);
+  check_tensor("value", args.value, p.batch, p.key_length, p.head_dim);
+  check_tensor("out", args.out, p.batch, p.query_length, p.head_dim);
+  check_tensor("grad_out", args.grad_out, p.batch, p.query_length, p.head_dim);
+  check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
+  check_pointer("schedule", args.schedule, true);
+  check_output("grad_query", args.grad_query, p.batch, p.query_length, p.head_dim);
+  check_output("grad_key", args.grad_key, p.batch, p.key_length, p.head_dim);
+  check_output("grad_value", args.grad_value, p.batch, p.key_length, p.head_dim);
+}
+
+void check_num_threads(int num_threads) {
+  if (num_threads < 1) refuse("num_threads", num_threads, "at least 1 is needed");
+}
+
+void check_execution(const Execution& execution, size_t needed_bytes) {
+  check_num_threads(execution.num_threads);
+  if (execution.workspace_bytes < needed_bytes) {
+    refuse("workspace_bytes", execution.workspace_bytes,
+           "at least " + std::to_string(needed_bytes) + " are needed");
+  }
+  check_pointer("workspace", execution.workspace, needed_bytes > 0);
+  if (reinterpret_cast<uintptr_t>(execution.workspace) % kWorkspaceAlignment != 0) {
+    refuse("workspace", reinterpret_cast<uintptr_t>(execution.workspace),
+           "an address that is a multiple of " + std::to_string(kWorkspaceAlignment) +
+               " is needed");
+  }
+}
+
+}  // namespace backlite

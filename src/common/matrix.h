@@ -1,0 +1,65 @@
+// Dense blocks of a tile as Eigen maps, and loads that convert.
+#pragma once
+
+#include <Eigen/Core>
+#include <cstdint>
+#include <type_traits>
+
+#include "backlite/backlite.h"
+
+namespace backlite::cpu {
+
+using Eigen::Index;
+
+// Everything is computed in float, float64 inputs in double.
+template <typename Element>
+using ComputeOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
+
+template <typename T>
+using RowMajor = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+template <typename T>
+using ColMajor = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::ColMajor>;
+
+template <typename T>
+using RowBlock = Eigen::Map<RowMajor<T>, Eigen::Unaligned, Eigen::OuterStride<>>;
+template <typename T>
+using ConstRowBlock = Eigen::Map<const RowMajor<T>, Eigen::Unaligned, Eigen::OuterStride<>>;
+template <typename T>
+using ColBlock = Eigen::Map<ColMajor<T>>;
+
+template <typename T>
+using Vector = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
+
+// Rows [row, row + num_rows) of one (batch, head) of a (batch, length, heads, head_dim) tensor.
+template <typename Element>
+ConstRowBlock<Element> rows_of(const ConstTensor& tensor, int64_t batch, int64_t head, int64_t row,
+                               int64_t num_rows, int64_t head_dim) {
+  const auto* data = static_cast<const Element*>(tensor.data) + batch * tensor.batch_stride +
+                     head * tensor.head_stride + row * tensor.length_stride;
+  return {data, num_rows, head_dim, Eigen::OuterStride<>(tensor.length_stride)};
+}
+
+template <typename Element>
+RowBlock<Element> rows_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row,
+                          int64_t num_rows, int64_t head_dim) {
+  auto* data = static_cast<Element*>(tensor.data) + batch * tensor.batch_stride +
+               head * tensor.head_stride + row * tensor.length_stride;
+  return {data, num_rows, head_dim, Eigen::OuterStride<>(tensor.length_stride)};
+}
+
+// The block in the compute type: the block itself where no conversion is needed, else a converted
+// copy in `scratch` (contiguous, at least as large as the block).
+template <typename Element>
+ConstRowBlock<ComputeOf<Element>> in_compute_type(const ConstRowBlock<Element>& block,
+                                                  ComputeOf<Element>* scratch) {
+  using Compute = ComputeOf<Element>;
+  if constexpr (std::is_same_v<Element, Compute>) {
+    return block;
+  } else {
+    RowBlock<Compute>(scratch, block.rows(), block.cols(), Eigen::OuterStride<>(block.cols())) =
+        block.template cast<Compute>();
+    return {scratch, block.rows(), block.cols(), Eigen::OuterStride<>(block.cols())};
+  }
+}
+
+}  // namespace backlite::cpu
