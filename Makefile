@@ -1,0 +1,37 @@
+# All set-up is done by the commands themselves: see tools/with_env.sh.
+ENV := tools/with_env.sh
+
+.PHONY: help demo test bench lint format docs build compat sanitize clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):  *## */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo:  ## train a small language model, exact and sparse; writes demo/ (DEMO_ARGS="--steps 50" and the like)
+	@$(ENV) bash -c 'tools/build.sh && python -m examples.train_lm $(DEMO_ARGS)'
+
+test:  ## run every test: C++, Python, style, types, layering, docs
+	@$(ENV) tools/test.sh
+
+bench:  ## measure the CPU backend against torch's attention; writes build/bench/
+	@$(ENV) bash -c 'tools/build.sh && python benchmarks/cpu.py $(BENCH_ARGS)'
+
+lint:  ## check style, types, layering and docs, without building
+	@$(ENV) tools/lint.sh
+
+format:  ## apply the style to Python and C++
+	@$(ENV) bash -c "ruff format . && ruff check --fix . && git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -0 -r clang-format -i"
+
+docs:  ## check that what the documentation names exists
+	@$(ENV) python tools/check_docs.py
+
+build:  ## build the libraries and C++ tests, install the Python package
+	@$(ENV) tools/build.sh
+
+compat:  ## try torch 2.2, 2.3, 2.4 and the newest (VERSIONS="2.4" for some); downloads each
+	@$(ENV) tools/compat.sh $(VERSIONS)
+
+sanitize:  ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
+	@$(ENV) tools/sanitize.sh
+
+clean:  ## remove what the commands built (.venv stays)
+	rm -rf build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
