@@ -8,6 +8,7 @@ echo "Building with ${CXX:-the default C++ compiler} into build/package"
 CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)} \
   python -m pip install --quiet --no-build-isolation --no-deps \
   --config-settings=build-dir=build/package \
+  --config-settings=build.targets=all \
   --config-settings=cmake.define.BACKLITE_BUILD_TESTS=ON \
   --config-settings=cmake.define.BACKLITE_WARNINGS_AS_ERRORS=ON \
   .

@@ -1,11 +1,11 @@
-"""Checks that what the documentation names exists. Usage: python tools/check_docs.py [root]
+"""Checks that what the documentation names exists. Usage: python tools/check_docs.py [root].
 
 In every *.md:
 
 * links and images lead to a file, and anchors to a heading
 * paths in `code` exist (from the root, the document's folder, or an include or import root)
-* commands in ```bash blocks, and in `code` that starts like one, exist: make targets, `python -m` modules,
-  scripts and their --options, CMake presets, programs
+* commands in ```bash blocks, and in `code` that starts like one, exist: make targets,
+  `python -m` modules, scripts and their --options, CMake presets, programs
 * environment variables of ours in `code` are read somewhere in the sources
 
 Paths under the folders that the Makefile's commands write (build, demo, ...) may not exist yet.
@@ -23,13 +23,15 @@ from pathlib import Path
 from repo_files import GENERATED, list_files, read_text, report
 
 IMPORT_ROOTS = ("", "include", "src", "python")
-PATH_SUFFIXES = set(
-    ".c .cfg .cmake .cpp .cu .cuh .h .json .md .npz .png .py .sh .svg .toml .txt .yaml .yml".split()
-)
-PROGRAMS = set(
-    "apt-get cd clang-format cmake ctest export g++ git ldd make mkdir mypy nvcc pip pre-commit pytest "
-    "python python3 rm ruff source".split()
-)
+PATH_SUFFIXES = {
+    *(".cfg", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".json", ".md", ".npz", ".png", ".py"),
+    *(".sh", ".svg", ".toml", ".txt", ".yaml", ".yml"),
+}
+PROGRAMS = {
+    *("apt-get", "cd", "clang-format", "cmake", "ctest", "export", "g++", "git", "ldd", "make"),
+    *("mkdir", "mypy", "nvcc", "pip", "pre-commit", "pytest", "python", "python3", "rm", "ruff"),
+    "source",
+}
 OUR_VARIABLE = re.compile(r"\b(?:BACK_LITE|BACKLITE)_[A-Z_]*[A-Z]\b")
 PATH = re.compile(r"^\.{0,2}/?[\w.*-]+(?:/[\w.*-]+)*/?$")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -45,9 +47,7 @@ class Repository:
         self.root = root
         self.files = {path.as_posix() for path in list_files(root)}
         self.names = {path.rsplit("/", 1)[-1] for path in self.files}
-        self.folders = {
-            parent.as_posix() for path in self.files for parent in Path(path).parents
-        }
+        self.folders = {parent.as_posix() for path in self.files for parent in Path(path).parents}
         makefile = root / "Makefile"
         text = makefile.read_text() if makefile.exists() else ""
         self.targets = {
@@ -66,7 +66,7 @@ class Repository:
         )
 
     def has_path(self, name: str, folder: Path) -> bool:
-        """Does `name`, seen from `folder` or from one of the roots, exist or get generated?"""
+        """Whether `name`, seen from `folder` or one of the roots, exists or gets generated."""
         name = name.removeprefix("./").rstrip("/")
         if name.split("/")[0] in GENERATED:
             return True
@@ -156,7 +156,9 @@ def check_command(repository: Repository, command: str, folder: Path) -> list[st
     problems = []
     if program == "make":
         goals = [word for word in rest if not word.startswith("-") and "=" not in word]
-        problems += [f"make {goal}: no such target" for goal in goals if goal not in repository.targets]
+        problems += [
+            f"make {goal}: no such target" for goal in goals if goal not in repository.targets
+        ]
     elif program in ("python", "python3"):
         problems += check_python(repository, rest, folder)
     elif program not in PROGRAMS and not repository.has_path(program, folder):
@@ -167,7 +169,9 @@ def check_command(repository: Repository, command: str, folder: Path) -> list[st
             problems.append(f"--preset {preset}: no such preset")
     if program not in ("cd", "git"):
         paths = [word for word in rest if looks_like_path(word)]
-        problems += [f"{path}: no such path" for path in paths if not repository.has_path(path, folder)]
+        problems += [
+            f"{path}: no such path" for path in paths if not repository.has_path(path, folder)
+        ]
     return problems
 
 
@@ -199,7 +203,11 @@ def check_document(repository: Repository, document: Path) -> list[str]:
                 found += check_command(repository, command, document.parent)
         elif language in ("", "text"):
             words = line.split()
-            if words and looks_like_path(words[0]) and not repository.has_path(words[0], document.parent):
+            if (
+                words
+                and looks_like_path(words[0])
+                and not repository.has_path(words[0], document.parent)
+            ):
                 found.append(f"{words[0]}: no such path")
         elif language is None:
             for code in INLINE_CODE.findall(line):

@@ -1,4 +1,4 @@
-"""Checks who includes whom. Usage: python tools/check_layering.py [root]
+"""Checks who includes whom. Usage: python tools/check_layering.py [root].
 
 Data flows forward -> select -> schedule -> backward, and includes follow:
 

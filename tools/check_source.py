@@ -1,4 +1,4 @@
-"""Checks of source text that no other tool makes. Usage: python tools/check_source.py [root]
+"""Checks of source text that no other tool makes. Usage: python tools/check_source.py [root].
 
 * no commented-out C++ or CUDA: a comment line that ends like code (`;`, `{` or `}`)
 * no file under src/ or include/ of 500 lines or more: kernels and their twins are read in one go

@@ -10,7 +10,7 @@ GENERATED = (".venv", "build", "demo", "dist")
 
 
 def list_files(root: Path) -> list[Path]:
-    """Paths relative to `root`: what git tracks or would track, or every file where git is absent."""
+    """Paths relative to `root`: what git tracks or would track; without git, every file."""
     git = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=root,

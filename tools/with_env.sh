@@ -24,11 +24,9 @@ make_venv() {
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$python" --version) is too old: 3.10 or newer is needed (PYTHON=... names another)"
   echo "Making .venv"
-  # Debian splits ensurepip off; then pip installs itself into the new environment.
-  "$python" -m venv --system-site-packages .venv >/dev/null 2>&1 || {
+  # Debian splits ensurepip off; the system's pip, which the environment sees, serves then.
+  "$python" -m venv --system-site-packages .venv >/dev/null 2>&1 ||
     "$python" -m venv --clear --system-site-packages --without-pip .venv
-    "$python" -m pip --python .venv/bin/python install --quiet --ignore-installed pip
-  }
 }
 
 environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
