@@ -111,8 +111,11 @@ def tile_stats(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Probability of every tile, [B, H, Tm, Tn]: the mean, over the query tile's rows that see a
-    key, of the probability that the row gives to the tile's keys."""
+    """Probability of every tile, [B, H, Tm, Tn].
+
+    It is the mean, over the query tile's rows that see a key, of the probability that the row gives
+    to the tile's keys.
+    """
     batch, query_length, num_heads, _ = query.shape
     shape = tile_stats_shape(batch, num_heads, query_length, key.shape[1])
     stats = query.new_zeros(shape, dtype=torch.float64)
@@ -224,7 +227,7 @@ class _Block(NamedTuple):
 def _blocks(
     query: Tensor, key: Tensor, scale: float | None, causal: bool, window_size: tuple[int, int]
 ) -> Iterator[_Block]:
-    """Steps 1 and 2, block by block."""
+    """Compute steps 1 and 2, block by block."""
     scale = _scale_or_default(scale, query)
     batch, query_length, num_heads, _ = query.shape
     key_length, num_key_heads = key.shape[1:3]
