@@ -147,7 +147,7 @@ def check_python(repository: Repository, words: list[str], folder: Path) -> list
 
 def check_command(repository: Repository, command: str, folder: Path) -> list[str]:
     """One simple command, without pipes and the like."""
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command)
     while words and re.match(r"^\w+=", words[0]):
         words.pop(0)
     if not words:
@@ -199,7 +199,8 @@ def check_document(repository: Repository, document: Path) -> list[str]:
         if fence is not None:
             language = fence[1] if language is None else None
         elif language in ("bash", "sh", "console"):
-            for command in re.split(r"&&|\|\||[|;]", line.removeprefix("$ ")):
+            code = re.sub(r"(^|\s)#.*", "", line.removeprefix("$ "))
+            for command in re.split(r"&&|\|\||[|;]", code):
                 found += check_command(repository, command, document.parent)
         elif language in ("", "text"):
             words = line.split()

@@ -111,7 +111,7 @@ DOCUMENTED = {
 Set `BACK_LITE_VERBOSE=1`, then `make test` or `make demo`; 3/4 of `torch.compile` is no path.
 ```bash
 make demo ARGS="--steps 3" && python -m examples.train --steps 3
-BACK_LITE_VERBOSE=1 python benchmarks/cpu.py  # prints a table
+BACK_LITE_VERBOSE=1 python benchmarks/cpu.py  # prints; then | ends
 cmake --preset release
 python -m pip install .
 ```
