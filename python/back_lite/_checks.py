@@ -1,0 +1,197 @@
+"""Argument checks. Each refusal is one message: the argument, its value, and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_MIN_HEAD_DIM = 8
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
+# Farther than any length, so that sums with a length stay in 64 bits.
+_WIDEST_WINDOW = 2**40
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check query ``(B, Sq, H, D)`` and key and value ``(B, Sk, Hk, D)`` against each other.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported, or dtypes that differ.
+        ValueError: a shape or layout that is not supported, or shapes that do not fit.
+        NotImplementedError: a device for which this build has no backend.
+    """
+    # One pass without words; which of the conditions failed is looked up afterwards.
+    if (
+        isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
+        and not (query.is_nested or key.is_nested or value.is_nested)
+    ):
+        shape, key_shape, dtype = query.shape, key.shape, query.dtype
+        if (
+            len(shape) == 4
+            and len(key_shape) == 4
+            and key_shape == value.shape
+            and shape[0] == key_shape[0]
+            and shape[3] == key_shape[3]
+            and key_shape[2] > 0
+            and shape[2] > 0
+            and shape[2] % key_shape[2] == 0
+            and _MIN_HEAD_DIM <= shape[3] <= _MAX_HEAD_DIM
+            and shape[3] % _HEAD_DIM_STEP == 0
+            and dtype in _DTYPES
+            and key.dtype == dtype
+            and value.dtype == dtype
+            and query.is_cpu
+            and key.is_cpu
+            and value.is_cpu
+            and query.layout == key.layout == value.layout == torch.strided
+        ):
+            return
+    raise _refusal(query, key, value)
+
+
+def _refusal(query: Tensor, key: Tensor, value: Tensor) -> Exception:
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            return TypeError(f"{name} = {type(tensor).__name__}: accepted are tensors")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            layout = "nested" if tensor.is_nested else tensor.layout
+            return ValueError(f"{name}.layout = {layout}: accepted are dense (strided) tensors")
+        if tensor.dtype not in _DTYPES:
+            return TypeError(
+                f"{name}.dtype = {tensor.dtype}: accepted are float16, bfloat16, float32, float64"
+            )
+        if not tensor.is_cpu:
+            return NotImplementedError(
+                f"{name}.device = {tensor.device}: this build of back_lite has no "
+                f"{tensor.device.type.upper()} backend; accepted are CPU tensors ({name}.cpu())"
+            )
+        if tensor.dim() != 4:
+            return ValueError(
+                f"{name}.shape = {tuple(tensor.shape)}: accepted are four dimensions, "
+                "(batch, length, heads, head_dim)"
+            )
+    for name in ("key", "value"):
+        if named[name].dtype != query.dtype:
+            return TypeError(
+                f"{name}.dtype = {named[name].dtype}: accepted is query's, {query.dtype}"
+            )
+    batch, _, num_heads, head_dim = query.shape
+    if head_dim % _HEAD_DIM_STEP != 0 or not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
+        return ValueError(
+            f"head_dim = {head_dim} (last dimension of query): accepted are multiples of "
+            f"{_HEAD_DIM_STEP} from {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
+        )
+    for name in ("key", "value"):
+        shape = named[name].shape
+        if shape[3] != head_dim:
+            return ValueError(f"{name}.shape[3] = {shape[3]}: accepted is head_dim = {head_dim}")
+        if shape[0] != batch:
+            return ValueError(f"{name}.shape[0] = {shape[0]}: accepted is query's batch, {batch}")
+    if key.shape != value.shape:
+        return ValueError(
+            f"value.shape = {tuple(value.shape)}: accepted is key's, {tuple(key.shape)}"
+        )
+    num_key_heads = key.shape[2]
+    if num_heads < 1 or num_key_heads < 1 or num_heads % num_key_heads != 0:
+        return ValueError(
+            f"key.shape[2] = {num_key_heads} key heads: accepted are divisors of the "
+            f"{num_heads} query heads, and at least one head of each"
+        )
+    raise AssertionError("a condition of check_inputs has no words")
+
+
+def check_window(window_size: Sequence[int]) -> tuple[int, int]:
+    """Return ``(left, right)``; each is -1 (unlimited) or more.
+
+    Raises:
+        TypeError: not a pair of ints.
+        ValueError: one of them is below -1.
+    """
+    if isinstance(window_size, tuple | list) and len(window_size) == 2:
+        left, right = window_size
+        if isinstance(left, int) and isinstance(right, int):
+            if left < -1 or right < -1:
+                raise ValueError(
+                    f"window_size = {tuple(window_size)}: accepted are a pair of ints "
+                    "(left, right), each from 0, or -1 for unlimited"
+                )
+            return min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+    raise TypeError(f"window_size = {window_size!r}: accepted is a pair of ints (left, right)")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the scale, by default ``1 / sqrt(head_dim)``.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: infinite or NaN.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not isinstance(scale, float):
+        if not isinstance(scale, Real):
+            raise TypeError(f"scale = {scale!r}: accepted are finite numbers, and None")
+        scale = float(scale)
+    if not abs(scale) < math.inf:  # NaN fails as well
+        raise ValueError(f"scale = {scale}: accepted are finite numbers")
+    return scale
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise TypeError unless the value is a bool."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} = {value!r}: accepted are True and False")
+
+
+def check_deterministic(deterministic: bool | None) -> None:
+    """Raise TypeError unless the value is a bool or None.
+
+    Nothing else can fail: the CPU backend repeats its results bit by bit, whatever is asked for.
+    """
+    if deterministic is not None:
+        check_flag("deterministic (unless None)", deterministic)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Check a tensor whose dtype, shape and device follow from the others.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape, device or layout.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} = {type(tensor).__name__}: accepted is a tensor")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}.dtype = {tensor.dtype}: accepted is {dtype}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(f"{name}.layout = {tensor.layout}: accepted are dense (strided) tensors")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape = {tuple(tensor.shape)}: accepted is {shape}")
+    if tensor.device != device:
+        raise ValueError(f"{name}.device = {tensor.device}: accepted is query's, {device}")
+
+
+def check_tile_stats(tile_stats: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check a buffer that is to receive tile statistics.
+
+    Raises:
+        TypeError: not a tensor, or not float32.
+        ValueError: another shape or device, not contiguous, or part of an autograd graph.
+    """
+    check_tensor("tile_stats", tile_stats, torch.float32, shape, device)
+    if not tile_stats.is_contiguous():
+        raise ValueError(
+            f"tile_stats.stride() = {tile_stats.stride()}: accepted is a contiguous tensor"
+        )
+    if tile_stats.requires_grad:
+        raise ValueError("tile_stats.requires_grad = True: accepted is a plain buffer (False)")

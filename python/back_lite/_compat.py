@@ -1,0 +1,84 @@
+"""The same functions for torch 2.2 and 2.3, whose torch.library knows neither fakes nor keysets.
+
+A plain autograd.Function: eager mode only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import _kernels
+from ._kernels import Gradients
+
+select = _kernels.select
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype that autocast computes in on the CPU; None outside autocast."""
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, negl_prob: Tensor | None, *options: Any
+    ) -> tuple[Tensor, ...]:
+        outputs = _kernels.attention(query, key, value, negl_prob, *options)
+        *ctx.mask, record = options
+        ctx.is_sparse = negl_prob is not None
+        ctx.save_for_backward(query, key, value, *outputs[: 3 if ctx.is_sparse else 2])
+        if record:
+            ctx.mark_non_differentiable(outputs[-1])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, *tile_bits = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        gradients = backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            tile_bits[0] if ctx.is_sparse else None,
+            grad_lse,
+            *ctx.mask,
+        )
+        return (*gradients, *(None,) * 6)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Gradients:
+        return _kernels.backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(
+            "back_lite: attention has no second derivative. Differentiate once (without "
+            "create_graph=True), or use torch's scaled_dot_product_attention with its math backend"
+        )
+
+
+_apply_attention: Callable[..., Any] = _Attention.apply
+_apply_backward: Callable[..., Any] = _Backward.apply
+
+
+def attention(*arguments: Any) -> Sequence[Tensor]:
+    """Run the forward, recorded by autograd."""
+    return cast(tuple[Tensor, ...], _apply_attention(*arguments))
+
+
+def backward(*arguments: Any) -> Gradients:
+    """Run the backward, as a node that has no derivative."""
+    return cast(Gradients, _apply_backward(*arguments))

@@ -1,0 +1,14 @@
+"""The operators as this torch can have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING or hasattr(torch.library, "register_fake"):
+    from ._operators import attention, autocast_dtype, backward, select
+else:
+    from ._compat import attention, autocast_dtype, backward, select
+
+__all__ = ["attention", "autocast_dtype", "backward", "select"]

@@ -1,0 +1,117 @@
+"""Thresholds on their way to the library: fixed point, int64, ``floor(negl_prob * 2**40)``.
+
+Integers make the selection the same whatever the order of its sums, and ``module.half()`` leaves
+them alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ._library import max_table_heads
+
+FRACTION_BITS = 40
+TABLE_SIZE = max_table_heads + 1
+_ACCEPTED = "accepted are numbers from 0 to below 1, one for all heads or one for each"
+
+#: One threshold for all heads, or one for each.
+Thresholds = float | tuple[float, ...]
+
+
+def parse(negl_prob: float | Sequence[float] | Tensor) -> Thresholds:
+    """Check thresholds and bring them into one of two forms. A tensor is read on the host.
+
+    Raises:
+        TypeError: not a number, a sequence of numbers or a tensor of them.
+        ValueError: a threshold outside [0, 1), NaN, or more of them than a table holds.
+    """
+    if isinstance(negl_prob, Real):
+        return _checked(negl_prob, "negl_prob")
+    if isinstance(negl_prob, Tensor):
+        if negl_prob.dim() > 1:
+            raise ValueError(f"negl_prob.shape = {tuple(negl_prob.shape)}: {_ACCEPTED}")
+        if negl_prob.dim() == 0:
+            return _checked(negl_prob.item(), "negl_prob")
+        negl_prob = negl_prob.tolist()
+    if isinstance(negl_prob, str) or not isinstance(negl_prob, Sequence):
+        raise TypeError(f"negl_prob = {negl_prob!r}: {_ACCEPTED}")
+    if not 1 <= len(negl_prob) <= max_table_heads:
+        raise ValueError(
+            f"negl_prob has {len(negl_prob)} entries: accepted are 1 to {max_table_heads}"
+        )
+    values = tuple(_checked(value, f"negl_prob[{i}]") for i, value in enumerate(negl_prob))
+    return values[0] if len(values) == 1 else values
+
+
+def _checked(value: object, name: str) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}: {_ACCEPTED}")
+    number = float(value)
+    if not 0.0 <= number < 1.0:  # NaN fails as well
+        raise ValueError(f"{name} = {number}: {_ACCEPTED}")
+    return number
+
+
+def _fixed(value: float) -> int:
+    return math.floor(math.ldexp(value, FRACTION_BITS))
+
+
+def skips(thresholds: Thresholds) -> bool:
+    """Tell whether any head may skip a tile."""
+    values = thresholds if isinstance(thresholds, tuple) else (thresholds,)
+    return any(_fixed(value) > 0 for value in values)
+
+
+def count(thresholds: Thresholds) -> int:
+    """Return 1, or how many heads have one of their own."""
+    return len(thresholds) if isinstance(thresholds, tuple) else 1
+
+
+def wrong_count(given: int, num_heads: int) -> ValueError:
+    """Say that there are neither one threshold nor one per head."""
+    return ValueError(
+        f"negl_prob has {given} entries: accepted are 1, or one for each of the {num_heads} query "
+        "heads"
+    )
+
+
+def fixed_point(thresholds: Thresholds, device: torch.device | None) -> Tensor:
+    """Make an int64 tensor of one entry, or of one per head."""
+    values = thresholds if isinstance(thresholds, tuple) else (thresholds,)
+    return torch.tensor([_fixed(value) for value in values], dtype=torch.int64, device=device)
+
+
+def fixed_point_of_tensor(negl_prob: Tensor) -> Tensor:
+    """Convert a float tensor of one entry, or of one per head, without reading it on the host.
+
+    An entry that is not a threshold, NaN included, becomes a number that the library refuses.
+    """
+    if not negl_prob.dtype.is_floating_point:
+        raise TypeError(f"negl_prob.dtype = {negl_prob.dtype}: accepted are floating-point types")
+    if negl_prob.dim() > 1:
+        raise ValueError(f"negl_prob.shape = {tuple(negl_prob.shape)}: {_ACCEPTED}")
+    if negl_prob.numel() > max_table_heads:
+        raise ValueError(
+            f"negl_prob has {negl_prob.numel()} entries: accepted are 1 to {max_table_heads}"
+        )
+    scaled = negl_prob.detach().to(torch.float64).reshape(-1) * 2.0**FRACTION_BITS
+    return scaled.floor().nan_to_num(nan=-1.0).to(torch.int64)
+
+
+def fill_table(table: Tensor, thresholds: Thresholds) -> None:
+    """Write thresholds into a module's table, int64 ``(TABLE_SIZE,)``, in place.
+
+    The table has one shape whatever it holds, so that compiled code need not be compiled again when
+    one threshold for all heads becomes one for each. One for all fills it; one for each leaves -1
+    behind the last, by which the library finds a wrong number of them.
+    """
+    if isinstance(thresholds, tuple):
+        table.fill_(-1)
+        table[: len(thresholds)].copy_(fixed_point(thresholds, None))
+    else:
+        table.fill_(_fixed(thresholds))

@@ -1,0 +1,61 @@
+"""``BACK_LITE_VERBOSE=1``: one log record a call, through the logger ``back_lite``."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from .tiles import count_live, mask_tiles
+
+logger = logging.getLogger("back_lite")
+
+
+def is_on(query: Tensor) -> bool:
+    """Tell whether to log this call; never while it is compiled or a CUDA graph is captured."""
+    if torch.compiler.is_compiling() or os.environ.get("BACK_LITE_VERBOSE", "0") in ("", "0"):
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def density(
+    tile_bits: Tensor, query_length: int, key_length: int, causal: bool, window: tuple[int, int]
+) -> float:
+    """Return live tiles / tiles that the mask allows; 1.0 where it allows none."""
+    mask = mask_tiles(query_length, key_length, causal=causal, window_size=window, device="cpu")
+    allowed = int(mask.sum()) * tile_bits.shape[0] * tile_bits.shape[1]
+    return count_live(tile_bits) / allowed if allowed else 1.0
+
+
+def log_call(
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    window: tuple[int, int],
+    tile_stats: Tensor | None,
+    tile_bits: Tensor | None,
+) -> None:
+    """Log tile statistics, mask density and backward sparsity; None: nothing was recorded."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    query_length, key_length = query.shape[1], key.shape[1]
+    mask = mask_tiles(query_length, key_length, causal=causal, window_size=window, device="cpu")
+    mask_density = float(mask.double().mean()) if mask.numel() else 1.0
+    parts = [
+        f"query {tuple(query.shape)} key {tuple(key.shape)} {query.dtype}".replace("torch.", "")
+    ]
+    parts.append(f"mask density {mask_density:.4f} ({int(mask.sum())} of {mask.numel()} tiles)")
+    if tile_stats is not None and tile_stats.numel() and bool(mask.any()):
+        allowed = tile_stats[..., mask.to(tile_stats.device)]
+        low, mean, high = (float(x) for x in (allowed.min(), allowed.mean(), allowed.max()))
+        parts.append(f"tile stats min {low:.3e} mean {mean:.3e} max {high:.3e}")
+    if tile_bits is None:
+        parts.append("backward sparsity 0 (exact)")
+    else:
+        sparsity = 1.0 - density(tile_bits, query_length, key_length, causal, window)
+        parts.append(f"backward sparsity {sparsity:.4f}")
+    logger.info(" | ".join(parts))

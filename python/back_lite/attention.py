@@ -1,0 +1,291 @@
+"""What users call: the module :class:`BackLite` and the function :func:`attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _checks, _dispatch, _thresholds, _verbose
+from .tiles import tile_stats_shape
+
+#: out, lse, tile bits (None: the backward is exact) and the checked window.
+_Result = tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: Tensor | None,
+    num_thresholds: int,
+    scale: float | None,
+    tile_stats: Tensor | None,
+    causal: bool,
+    window_size: Sequence[int],
+    deterministic: bool | None,
+) -> _Result:
+    """Check, cast, choose what to record, run.
+
+    ``negl_prob`` is in fixed point; None is exact. ``num_thresholds`` is how many it holds, 1 if
+    that is left to the library to find out.
+    """
+    dtype = _dispatch.autocast_dtype()
+    if dtype is not None:
+        query, key, value = (_autocast(tensor, dtype) for tensor in (query, key, value))
+    _checks.check_inputs(query, key, value)
+    _checks.check_flag("causal", causal)
+    _checks.check_deterministic(deterministic)
+    window = _checks.check_window(window_size)
+    shape = query.shape
+    scale = _checks.check_scale(scale, shape[3])
+    if num_thresholds not in (1, shape[2]):
+        raise _thresholds.wrong_count(num_thresholds, shape[2])
+    if tile_stats is not None:
+        _checks.check_tile_stats(tile_stats, tile_stats_shape(query, key), query.device)
+    if negl_prob is not None:
+        if negl_prob.device != query.device:
+            raise ValueError(
+                f"negl_prob.device = {negl_prob.device}: accepted is query's, {query.device}; a "
+                "module moves with module.to(), from the meta device with module.to_empty()"
+            )
+        if not torch.is_grad_enabled() or not (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        ):
+            negl_prob = None
+    verbose = _verbose.is_on(query)
+    record = tile_stats is not None or (verbose and negl_prob is not None)
+    outputs = _dispatch.attention(query, key, value, negl_prob, scale, causal, *window, record)
+    if tile_stats is not None:
+        tile_stats.copy_(outputs[-1])
+    tile_bits = None if negl_prob is None else outputs[2]
+    if verbose:
+        recorded = outputs[-1] if record else None
+        _verbose.log_call(query, key, causal, window, recorded, tile_bits)
+    return outputs[0], outputs[1], tile_bits, window
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # As torch's own operators do it: float64 keeps its precision. What is no tensor or not on the
+    # CPU is refused later, by name.
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+    ):
+        return tensor.to(dtype)
+    return tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: float | Sequence[float] | Tensor = 0.0,
+    *,
+    scale: float | None = None,
+    return_softmax_lse: bool = False,
+    tile_stats: Tensor | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    deterministic: bool | None = None,
+) -> Any:
+    """Compute attention: exact in the forward, skipping negligible tiles in the backward.
+
+    Shapes: B = batch, H = query heads, Hk = key heads (Hk divides H), Sq, Sk = lengths,
+    D = head_dim, a multiple of 8 from 8 to 256.
+
+    Args:
+        query: ``(B, Sq, H, D)``: float16, bfloat16, float32 or float64; any strides. Inside
+            ``torch.autocast`` all but float64 is cast to the autocast dtype.
+        key: ``(B, Sk, Hk, D)`` of the same dtype.
+        value: like key.
+        negl_prob: from 0 to below 1; one for all heads, or H of them. Of the probability of each
+            query tile (the mean of its 64 rows), less than this is skipped by the backward; 0 is
+            exact. A tensor is not read on the host: it records even if all its entries are 0.
+            Under ``torch.compile`` give a tensor, or use :class:`BackLite`: a float is a constant
+            there, and compiles again when it changes.
+        scale: multiplies ``query @ key^T``; by default ``1 / sqrt(D)``.
+        return_softmax_lse: also return the LSE.
+        tile_stats: a float32 buffer of :func:`back_lite.tile_stats_shape` that receives how much
+            probability each tile holds.
+        causal: query i sees key j only if ``j <= i + Sk - Sq``.
+        window_size: ``(left, right)``: query i sees key j only if
+            ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``; -1 is unlimited. Intersects causal.
+        deterministic: None follows ``torch.use_deterministic_algorithms``. The CPU backend always
+            repeats its results bit by bit.
+
+    Returns:
+        out ``(B, Sq, H, D)`` of query's dtype; with ``return_softmax_lse``, ``(out, lse)``: lse
+        ``(B, H, Sq)`` is the natural log of the sum of exponentials, float32 (float64 for float64
+        inputs), differentiable. A query that sees no key has out 0, lse -inf and no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument is not one of those above.
+        NotImplementedError: there is no backend for the tensors' device.
+    """
+    _checks.check_flag("return_softmax_lse", return_softmax_lse)
+    fixed: Tensor | None = None
+    if isinstance(negl_prob, Tensor):
+        fixed = _thresholds.fixed_point_of_tensor(negl_prob)
+        num_thresholds = fixed.shape[0]
+    else:
+        thresholds = _thresholds.parse(negl_prob)
+        num_thresholds = _thresholds.count(thresholds)
+        if _thresholds.skips(thresholds):
+            fixed = _thresholds.fixed_point(thresholds, torch.device("cpu"))
+    out, lse, _, _ = _attend(
+        query,
+        key,
+        value,
+        fixed,
+        num_thresholds,
+        scale,
+        tile_stats,
+        causal,
+        window_size,
+        deterministic,
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+class _LastCall:
+    """What the last call of a module kept for :attr:`BackLite.last_density`; not copied with it."""
+
+    __slots__ = ("causal", "key_length", "query_length", "tile_bits", "was_called", "window")
+
+    def __init__(self) -> None:
+        self.was_called = False
+        self.tile_bits: Tensor | None = None
+        self.query_length = 0
+        self.key_length = 0
+        self.causal = False
+        self.window = (-1, -1)
+
+    def __reduce__(self) -> tuple[type[_LastCall], tuple[()]]:
+        return _LastCall, ()
+
+
+class BackLite(nn.Module):
+    """Attention with an exact forward and a backward that skips negligible tiles.
+
+    ::
+
+        attn = BackLite(negl_prob=0.05)
+        out = attn(query, key, value, causal=True)
+        out, lse = attn(query, key, value, return_softmax_lse=True)
+        attn.negl_prob = 0.1                       # at any time; also one per head
+
+    Args:
+        negl_prob: from 0 to below 1; one for all heads, or one for each query head (up to 1024).
+            Of the probability of each query tile (the mean of its 64 rows), less than this is
+            skipped by the backward. 0 is exact, and records nothing.
+        deterministic: None follows ``torch.use_deterministic_algorithms``. The CPU backend always
+            repeats its results bit by bit.
+
+    Raises:
+        TypeError, ValueError: ``negl_prob`` is not one of those above.
+
+    ``negl_prob`` is configuration and not a weight: it is not in the ``state_dict``.
+    """
+
+    _negl_prob_table: Tensor
+
+    def __init__(
+        self,
+        negl_prob: float | Sequence[float] | Tensor = 0.0,
+        *,
+        deterministic: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _checks.check_deterministic(deterministic)
+        self.deterministic = deterministic
+        self._last_call = _LastCall()
+        # Compiled code reads the thresholds from here, so that a change needs no new compilation.
+        table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
+        self.register_buffer("_negl_prob_table", table, persistent=False)
+        self.negl_prob = negl_prob
+
+    @property
+    def negl_prob(self) -> float | Tensor:
+        """The threshold: a float, or a float64 tensor of one per head. May be set at any time.
+
+        Under ``torch.compile``, only a change between zero (for all heads) and non-zero compiles
+        again.
+        """
+        if isinstance(self._thresholds, tuple):
+            return torch.tensor(self._thresholds, dtype=torch.float64, device="cpu")
+        return self._thresholds
+
+    @negl_prob.setter
+    def negl_prob(self, negl_prob: float | Sequence[float] | Tensor) -> None:
+        thresholds = _thresholds.parse(negl_prob)
+        self._thresholds: _thresholds.Thresholds = thresholds
+        self._num_thresholds = _thresholds.count(thresholds)
+        self._skips = _thresholds.skips(thresholds)
+        _thresholds.fill_table(self._negl_prob_table, thresholds)
+
+    @property
+    def last_density(self) -> float | None:
+        """Live tiles / tiles that the mask allows, in the last call; computed when asked for.
+
+        None before the first call; 1.0 if that call recorded nothing. Reads from the device.
+        """
+        last = self._last_call
+        if not last.was_called:
+            return None
+        if last.tile_bits is None:
+            return 1.0
+        return _verbose.density(
+            last.tile_bits, last.query_length, last.key_length, last.causal, last.window
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        return_softmax_lse: bool = False,
+        tile_stats: Tensor | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+    ) -> Any:
+        """Compute attention; see :func:`back_lite.attention` for arguments, results and errors."""
+        _checks.check_flag("return_softmax_lse", return_softmax_lse)
+        out, lse, tile_bits, window = _attend(
+            query,
+            key,
+            value,
+            self._negl_prob_table if self._skips else None,
+            # Not a constant of compiled code; there the library compares the counts.
+            1 if torch.compiler.is_compiling() else self._num_thresholds,
+            scale,
+            tile_stats,
+            causal,
+            window_size,
+            self.deterministic,
+        )
+        last = self._last_call
+        last.was_called = True
+        last.tile_bits = tile_bits
+        last.query_length = query.shape[1]
+        last.key_length = key.shape[1]
+        last.causal = causal
+        last.window = window
+        return (out, lse) if return_softmax_lse else out
+
+    def extra_repr(self) -> str:
+        """Describe the options, for ``repr``."""
+        return f"negl_prob={self._thresholds}, deterministic={self.deterministic}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BackLite:
+        apply: Callable[..., Any] = super()._apply
+        apply(fn, recurse)
+        # to_empty() leaves the table without values.
+        _thresholds.fill_table(self._negl_prob_table, self._thresholds)
+        return self
