@@ -19,7 +19,7 @@ lint:  ## check style, types, layering and docs, without building
 	@$(ENV) tools/lint.sh
 
 format:  ## apply the style to Python and C++
-	@$(ENV) bash -c "ruff format . && ruff check --fix . && git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -0 -r clang-format -i"
+	@$(ENV) bash -c 'ruff format . && ruff check --fix . && python tools/repo_files.py .h .cpp .cu .cuh | xargs -r clang-format -i'
 
 docs:  ## check that what the documentation names exists
 	@$(ENV) python tools/check_docs.py

@@ -89,6 +89,7 @@ class Repository:
 
 
 def normalise(path: str) -> str:
+    """Resolve `.` and `..` in a path from the root."""
     parts: list[str] = []
     for part in path.split("/"):
         if part == ".." and parts:
@@ -99,6 +100,7 @@ def normalise(path: str) -> str:
 
 
 def looks_like_path(word: str) -> bool:
+    """Whether a word has a slash or a file name's suffix, and nothing that paths lack."""
     if not PATH.match(word) or word.startswith("/"):
         return False
     return "/" in word or Path(word).suffix in PATH_SUFFIXES
@@ -111,6 +113,7 @@ def anchors(text: str) -> set[str]:
 
 
 def check_link(repository: Repository, document: Path, target: str) -> str | None:
+    """Say what is wrong with a link or image of a document, if anything."""
     if re.match(r"^[a-z]+:", target):
         return None
     name, _, anchor = target.partition("#")
@@ -190,6 +193,7 @@ def check_code(repository: Repository, code: str, folder: Path) -> list[str]:
 
 
 def check_document(repository: Repository, document: Path) -> list[str]:
+    """List what a document names and the repository lacks."""
     text = (repository.root / document).read_text()
     problems = []
     language = None
@@ -223,6 +227,7 @@ def check_document(repository: Repository, document: Path) -> list[str]:
 
 
 def main() -> int:
+    """Check every document of the repository that the command line names."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
     repository = Repository(root)
     documents = [path for path in list_files(root) if path.suffix == ".md"]

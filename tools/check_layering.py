@@ -66,6 +66,7 @@ def check_include(layer: str, target: str, is_quoted: bool) -> str | None:
 
 
 def main() -> int:
+    """Check every file of the repository that the command line names."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
     problems = []
     num_includes = 0

@@ -26,6 +26,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|Users|work|workspace|tmp
 
 
 def check_file(path: Path, text: str) -> list[str]:
+    """List the faults of one text file; `path` is relative to the root."""
     problems = []
     lines = text.splitlines()
     is_cpp = path.suffix in CPP_SUFFIXES
@@ -42,6 +43,7 @@ def check_file(path: Path, text: str) -> list[str]:
 
 
 def main() -> int:
+    """Check every file of the repository that the command line names."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
     problems = []
     num_files = 0

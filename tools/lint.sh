@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/steps.sh
 
 check_cpp_style() {
-  git ls-files -z -- '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -0 -r clang-format --dry-run -Werror
+  python tools/repo_files.py .h .cpp .cu .cuh | xargs -r clang-format --dry-run -Werror
 }
 
 step "Python style" ruff check .

@@ -1,8 +1,12 @@
-"""The text files of the checkout, as the checks see them."""
+"""The files of the checkout, as the checks see them.
+
+Usage: python tools/repo_files.py SUFFIX... prints those with one of the suffixes.
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 # What the commands of the Makefile write. The documentation may name it before it exists.
@@ -22,10 +26,16 @@ def list_files(root: Path) -> list[Path]:
     if git.returncode == 0 and (root / ".git").exists():
         names = [Path(line) for line in git.stdout.splitlines()]
     else:
-        names = [path.relative_to(root) for path in root.rglob("*")]
+        names = [path.relative_to(root) for path in root.rglob("*") if not is_cache(path, root)]
     return sorted(
         name for name in names if name.parts[0] not in GENERATED and (root / name).is_file()
     )
+
+
+def is_cache(path: Path, root: Path) -> bool:
+    """Whether some tool keeps its own notes here, in a hidden folder or compiled Python."""
+    folders = path.relative_to(root).parts[:-1]
+    return any(name == "__pycache__" or name.startswith(".") for name in folders)
 
 
 def read_text(path: Path) -> str | None:
@@ -42,3 +52,9 @@ def report(problems: list[str], passed: str) -> int:
         print(problem)
     print(f"{len(problems)} problem(s)" if problems else passed)
     return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    for file in list_files(Path.cwd()):
+        if file.suffix in sys.argv[1:]:
+            print(file)
