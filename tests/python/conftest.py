@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,6 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 NUM_THREADS = 2
+HANG_SECONDS = 300
 
 _COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
@@ -37,10 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_torch_as_it_was() -> Iterator[None]:
-    """Two threads, and no global setting of one test reaches the next."""
+    """Two threads, no global setting of one test reaches the next, and a hang ends the run."""
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.__stderr__)
     torch.set_num_threads(NUM_THREADS)
     yield
     torch.use_deterministic_algorithms(False)
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(params=["cpu"])
