@@ -156,8 +156,8 @@ def check_deterministic(deterministic: bool | None) -> None:
 
     Nothing else can fail: the CPU backend repeats its results bit by bit, whatever is asked for.
     """
-    if deterministic is not None:
-        check_flag("deterministic (unless None)", deterministic)
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise TypeError(f"deterministic = {deterministic!r}: accepted are True, False and None")
 
 
 def check_tensor(

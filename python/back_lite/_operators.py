@@ -7,11 +7,13 @@ Autograd is a kernel of our own under the dispatch key ``Autograd`` and not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import _kernels
@@ -79,14 +81,33 @@ _after_autograd_keyset = torch._C._after_autograd_keyset
 _CPU = torch._C.DispatchKey.CPU
 
 
+def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
+    with _below_autograd():
+        return operator.redispatch(keyset, *arguments)
+
+
+def _nested_redispatch(
+    operator: Any, keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]
+) -> Any:
+    """Redispatch from within an autograd.Function, which has switched gradients off.
+
+    An outer transform of torch.func sees the call from below, and still wants its gradient.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return _redispatch(operator, keyset, arguments)
+    return _redispatch(operator, keyset, arguments)
+
+
 def _attention_below_autograd(
-    keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]
+    keyset: torch._C.DispatchKeySet,
+    arguments: tuple[Any, ...],
+    redispatch: Callable[..., Any],
 ) -> list[Tensor]:
     rest = keyset & _after_autograd_keyset
     if rest.highestPriorityTypeId() is _CPU:  # the usual case: spare a trip through the dispatcher
         return _kernels.attention(*arguments)
-    with _below_autograd():
-        return cast(list[Tensor], attention.redispatch(rest, *arguments))
+    return cast(list[Tensor], redispatch(attention, rest, arguments))
 
 
 class _Attention(torch.autograd.Function):
@@ -99,7 +120,9 @@ class _Attention(torch.autograd.Function):
         keyset: torch._C.DispatchKeySet,
         options: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        outputs = _attention_below_autograd(keyset, (query, key, value, *options))
+        outputs = _attention_below_autograd(
+            keyset, (query, key, value, *options), _nested_redispatch
+        )
         negl_prob, *ctx.mask, record = options
         ctx.is_sparse = negl_prob is not None
         ctx.save_for_backward(query, key, value, *outputs[: 3 if ctx.is_sparse else 2])
@@ -122,10 +145,24 @@ class _Attention(torch.autograd.Function):
         with _below_autograd():
             return (*backward(*arguments), None, None)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "back_lite: attention has no forward-mode derivative (jvp); use reverse mode"
+        )
+
 
 # autograd.Function.apply without its Python part (3 us), which is there for callers outside the
 # dispatcher: it binds default arguments and sends functorch's tensors back into the dispatcher.
 _apply_attention: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+
+
+def _apply(function: Callable[..., Any], *arguments: Any) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        # Here, below the dispatcher, one level of torch.func's transforms is at work at a time.
+        with enable_single_level_autograd_function():
+            return function(*arguments)
+    return function(*arguments)
 
 
 def _attention_autograd(
@@ -139,8 +176,10 @@ def _attention_autograd(
         torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ) or forward_ad._current_level >= 0:  # a forward-mode tangent raises in apply
-        return cast(tuple[Tensor, ...], _apply_attention(query, key, value, keyset, options))
-    return _attention_below_autograd(keyset, (query, key, value, *options))
+        return cast(
+            tuple[Tensor, ...], _apply(_apply_attention, query, key, value, keyset, options)
+        )
+    return _attention_below_autograd(keyset, (query, key, value, *options), _redispatch)
 
 
 _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
@@ -151,8 +190,8 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Gradients:
-        with _below_autograd():
-            return cast(Gradients, backward.redispatch(keyset & _after_autograd_keyset, *arguments))
+        rest = keyset & _after_autograd_keyset
+        return cast(Gradients, _nested_redispatch(backward, rest, arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -166,7 +205,46 @@ _apply_backward: Callable[..., Any] = super(torch.autograd.Function, _Backward).
 
 
 def _backward_autograd(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Gradients:
-    return cast(Gradients, _apply_backward(keyset, *arguments))
+    return cast(Gradients, _apply(_apply_backward, keyset, *arguments))
 
 
 _registry.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
+
+
+# Rules for torch.func.vmap: the mapped dimension becomes part of the batch.
+
+
+def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1)
+
+
+def _unfold(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    return [tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
+
+
+def _vmap(
+    operator: Callable[..., Any], num_folded: int, info: Any, in_dims: Any, *arguments: Any
+) -> tuple[list[Tensor], list[int]]:
+    if any(dim is not None for dim in in_dims[num_folded:]):
+        raise NotImplementedError("back_lite: vmap over negl_prob; accepted is one for all calls")
+    size = info.batch_size
+    folded = (_fold(arguments[i], in_dims[i], size) for i in range(num_folded))
+    results = _unfold(operator(*folded, *arguments[num_folded:]), size)
+    return results, [0] * len(results)
+
+
+if hasattr(torch.library, "register_vmap"):  # torch 2.5
+    torch.library.register_vmap(
+        "back_lite::attention", functools.partial(_vmap, attention, 3), lib=_registry
+    )
+    torch.library.register_vmap(
+        "back_lite::select",
+        functools.partial(_vmap, lambda *arguments: [select(*arguments)], 1),
+        lib=_registry,
+    )
+    torch.library.register_vmap(
+        "back_lite::backward", functools.partial(_vmap, backward, 8), lib=_registry
+    )

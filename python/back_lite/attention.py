@@ -105,9 +105,8 @@ def attention(
         value: like key.
         negl_prob: from 0 to below 1; one for all heads, or H of them. Of the probability of each
             query tile (the mean of its 64 rows), less than this is skipped by the backward; 0 is
-            exact. A tensor is not read on the host: it records even if all its entries are 0.
-            Under ``torch.compile`` give a tensor, or use :class:`BackLite`: a float is a constant
-            there, and compiles again when it changes.
+            exact. Under ``torch.compile`` give a tensor, or use :class:`BackLite`: a float is a
+            constant there, and compiles again when it changes.
         scale: multiplies ``query @ key^T``; by default ``1 / sqrt(D)``.
         return_softmax_lse: also return the LSE.
         tile_stats: a float32 buffer of :func:`back_lite.tile_stats_shape` that receives how much
@@ -129,7 +128,9 @@ def attention(
     """
     _checks.check_flag("return_softmax_lse", return_softmax_lse)
     fixed: Tensor | None = None
-    if isinstance(negl_prob, Tensor):
+    if isinstance(negl_prob, Tensor) and (
+        torch.compiler.is_compiling() or type(negl_prob) is not Tensor or not negl_prob.is_cpu
+    ):  # not to be read on the host
         fixed = _thresholds.fixed_point_of_tensor(negl_prob)
         num_thresholds = fixed.shape[0]
     else:
@@ -205,7 +206,8 @@ class BackLite(nn.Module):
         self.deterministic = deterministic
         self._last_call = _LastCall()
         # Compiled code reads the thresholds from here, so that a change needs no new compilation.
-        table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
+        with torch.inference_mode(False):  # or it could not be filled again outside inference mode
+            table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
         self.register_buffer("_negl_prob_table", table, persistent=False)
         self.negl_prob = negl_prob
 
