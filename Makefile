@@ -24,7 +24,7 @@ format:  ## apply the style to Python and C++
 docs:  ## check that what the documentation names exists
 	@$(ENV) python tools/check_docs.py
 
-build:  ## build the libraries and C++ tests, install the Python package
+build:  ## build the Python package and install it into the environment
 	@$(ENV) tools/build.sh
 
 compat:  ## try torch 2.2, 2.3, 2.4 and the newest (VERSIONS="2.4" for some); downloads each

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
-# Builds the libraries and the C++ tests, and installs the Python package into the active environment.
-# One build folder serves both, so nothing is compiled twice and a second run is quick.
+# Builds the package and installs it into the active environment, as `pip install .` would, but with
+# the pinned tools of that environment and a build folder that is kept: a second run is quick.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-echo "Building with ${CXX:-the default C++ compiler} into build/package"
-CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)} \
+echo "Building the package in build/package"
+CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} \
   python -m pip install --quiet --no-build-isolation --no-deps \
   --config-settings=build-dir=build/package \
-  --config-settings=build.targets=all \
-  --config-settings=cmake.define.BACKLITE_BUILD_TESTS=ON \
   --config-settings=cmake.define.BACKLITE_WARNINGS_AS_ERRORS=ON \
   .
