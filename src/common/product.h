@@ -4,7 +4,7 @@
 // stored either way round. Each product of attention can be written like this with operands exactly
 // as they lie, which leaves nothing to pack: a general library packs both operands at every call,
 // and for a 64 x 128 tile that is a fifth of the time. One core of a 2.3 GHz Xeon with AVX-512,
-// 64 x 128 x 128 in float: this 172 GFLOP/s, Eigen 3.4 127-146 (docs/5-tuning.md).
+// a tile in float: this 164-180 GFLOP/s, Eigen 3.4 112-124 (benchmarks/cpp/product.cpp).
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ inline constexpr int kVectorBytes = 16;
 inline constexpr int kProductColumns = 4;
 #endif
 
-// Callers pad m and n to these; what the padding holds is computed with, and never read.
+// Callers pad m and n to these, and align A and C to kVectorBytes (their data and, with strides that
+// are multiples of kProductRowStep, every row). What the padding holds is computed with, never read.
 inline constexpr int64_t kProductRowStep = 16;
 inline constexpr int64_t kProductColumnStep = 8;
 
@@ -58,22 +59,20 @@ namespace product_detail {
 
 template <typename T>
 struct VectorOf {
-  using Aligned [[gnu::vector_size(kVectorBytes)]] = T;
-  using Unaligned [[gnu::vector_size(kVectorBytes), gnu::aligned(alignof(T))]] = T;
+  using Type [[gnu::vector_size(kVectorBytes), gnu::may_alias]] = T;
 };
 
 // kVectors vectors of m by kProductColumns of n: the sums stay in registers over all of k.
 template <typename T, int kVectors, bool kUnitStrideK>
 inline void block(ProductA<T> a, ProductB<T> b, ProductC<T> c, int64_t size_k, Into into) {
-  using Vector = typename VectorOf<T>::Aligned;
-  using Memory = typename VectorOf<T>::Unaligned;
+  using Vector = typename VectorOf<T>::Type;
   constexpr int kLanes = kVectorBytes / sizeof(T);
   Vector sum[kProductColumns][kVectors] = {};
   for (int64_t k = 0; k < size_k; ++k) {
     Vector a_k[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      a_k[v] = *reinterpret_cast<const Memory*>(a.data + k * a.stride + v * kLanes);
+      a_k[v] = *reinterpret_cast<const Vector*>(a.data + k * a.stride + v * kLanes);
     }
 #pragma GCC unroll 8
     for (int n = 0; n < kProductColumns; ++n) {
@@ -86,7 +85,7 @@ inline void block(ProductA<T> a, ProductB<T> b, ProductC<T> c, int64_t size_k, I
   for (int n = 0; n < kProductColumns; ++n) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      auto* out = reinterpret_cast<Memory*>(c.data + n * c.stride + v * kLanes);
+      auto* out = reinterpret_cast<Vector*>(c.data + n * c.stride + v * kLanes);
       *out = into == Into::kAdd ? *out + sum[n][v] : sum[n][v];
     }
   }
