@@ -1,0 +1,78 @@
+// Tile shapes and budgets of the Hopper forward, by name.
+#pragma once
+
+#include "common/mask.h"  // BACKLITE_HOST_DEVICE
+#include "sm90/layout.h"
+
+namespace backlite::forward_sm90 {
+
+struct ForwardConfig {
+  int head_dim;
+  int num_consumers;       // warpgroups that compute, each on 64 query rows
+  int block_keys;          // keys of a tile
+  int num_stages;          // of K, and of V
+  int consumer_registers;  // a thread, after the warpgroups have traded
+  int producer_registers;
+
+  BACKLITE_HOST_DEVICE constexpr int block_rows() const { return num_consumers * sm90::kMmaRows; }
+  BACKLITE_HOST_DEVICE constexpr int num_threads() const {
+    return (num_consumers + 1) * sm90::kWarpgroupThreads;
+  }
+  BACKLITE_HOST_DEVICE constexpr int column_blocks() const {
+    return head_dim / sm90::kBlockColumns;
+  }
+};
+
+// Two consumers: S 64, P 32 and O 64 registers a thread leave no room for a third.
+inline constexpr ForwardConfig kD128{.head_dim = 128,
+                                     .num_consumers = 2,
+                                     .block_keys = 128,
+                                     .num_stages = 2,
+                                     .consumer_registers = 240,
+                                     .producer_registers = 24};
+
+// O takes half, so three consumers fit: a K or V tile that has been loaded serves 192 rows.
+inline constexpr ForwardConfig kD64{.head_dim = 64,
+                                    .num_consumers = 3,
+                                    .block_keys = 128,
+                                    .num_stages = 3,
+                                    .consumer_registers = 160,
+                                    .producer_registers = 32};
+
+// With statistics the producer's warpgroup also reduces them, which needs a few registers more.
+constexpr ForwardConfig with_statistics(ForwardConfig config) {
+  if (config.num_consumers == 2) {
+    config.consumer_registers = 232;
+    config.producer_registers = 40;
+  }
+  return config;
+}
+
+// A kernel takes its configuration as a type with a member kConfig: nvcc 13.0 writes host code that
+// does not compile for a kernel with a template argument of class type.
+struct D128 {
+  static constexpr ForwardConfig kConfig = kD128;
+};
+struct D128Statistics {
+  static constexpr ForwardConfig kConfig = with_statistics(kD128);
+};
+struct D64 {
+  static constexpr ForwardConfig kConfig = kD64;
+};
+struct D64Statistics {
+  static constexpr ForwardConfig kConfig = with_statistics(kD64);
+};
+
+// setmaxnreg moves registers in units of 8 within the block's share of the register file.
+constexpr bool fits_register_file(const ForwardConfig& config) {
+  constexpr int kRegisterFile = 65536;
+  const int total = sm90::kWarpgroupThreads *
+                    (config.num_consumers * config.consumer_registers + config.producer_registers);
+  return total <= kRegisterFile && config.consumer_registers % 8 == 0 &&
+         config.producer_registers % 8 == 0;
+}
+
+static_assert(fits_register_file(kD128) && fits_register_file(with_statistics(kD128)));
+static_assert(fits_register_file(kD64) && fits_register_file(with_statistics(kD64)));
+
+}  // namespace backlite::forward_sm90

@@ -1,0 +1,22 @@
+// One compiled form of the Hopper forward kernel, behind a plain function.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "forward/instances_sm90.h"
+#include "forward/kernel_sm90.cuh"
+
+namespace backlite::forward_sm90 {
+
+template <typename Config, typename Element, bool kRecord>
+cudaError_t launch_instance(const ForwardParams& params, int num_blocks, cudaStream_t stream) {
+  constexpr size_t kSharedBytes = sizeof(SharedMemory<Config, Element>);
+  const auto kernel = forward_kernel<Config, Element, kRecord>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<num_blocks, Config::kConfig.num_threads(), kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace backlite::forward_sm90

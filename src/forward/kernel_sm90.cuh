@@ -1,0 +1,509 @@
+// The Hopper forward. One block a multiprocessor, resident for the whole grid; it takes items of
+// (batch, head, block of query rows) from a counter. Its warpgroups:
+//
+//   producer     warp 0 copies Q, K and V into shared memory; with statistics one warp per consumer
+//                reduces them
+//   consumers    64 query rows each; for every key tile, from the last to the first:
+//
+//     (1) S = Q K^T                 of tile n     issued together, in turns: while one warpgroup's
+//     (2) O = O + P V               of tile n+1   products run, another one is at (3)
+//     (3) P = exp2(c S - reference), l = l + rowsum P            c = scale * log2(e)
+//     (4) O = O * alpha, if a reference grew
+//   and after the first tile
+//     (5) O = O / l    LSE = (reference + log2 l) * ln 2
+//
+// The reference of a row is a whole number not far below the row's largest c S: it grows only when
+// it would otherwise be exceeded by more than kReferenceSlack, so (4) almost never runs, and all
+// four lanes that share a row need to exchange maxima only then. 2^-reference cancels in (5).
+#pragma once
+
+#include <cstdint>
+#include <cuda/std/limits>
+
+#include "common/mask.h"
+#include "forward/config_sm90.h"
+#include "forward/params_sm90.h"
+#include "forward/tile_stats_sm90.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/layout.h"
+#include "sm90/math.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace backlite::forward_sm90 {
+
+inline constexpr int kQuerySlots = 2;
+inline constexpr float kReferenceSlack = 8.0f;  // P stays below 2^8, far from float16's 2^16
+
+// Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
+inline constexpr int kMaxConsumers = 3;
+enum NamedBarrier : int {
+  kTurn = 1,                           // + consumer: it may issue its products
+  kWarpgroup = kTurn + kMaxConsumers,  // + consumer: its 128 threads meet
+  kNumNamedBarriers = kWarpgroup + kMaxConsumers
+};
+static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
+
+template <typename Config, typename Element>
+struct alignas(sm90::kTileAlignment) SharedMemory {
+  static constexpr ForwardConfig kConfig = Config::kConfig;
+  static constexpr int kStages = kConfig.num_stages;
+  // The rows of one consumer. The finished O leaves through the place of its own Q.
+  Element query[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows * kConfig.head_dim];
+  Element key[kStages][kConfig.block_keys * kConfig.head_dim];
+  Element value[kStages][kConfig.block_keys * kConfig.head_dim];
+  float inverse_sums[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows];  // 1 / l, 0 without keys
+  WorkItem item[kQuerySlots];                                              // travels with Q
+  sm90::Barrier query_full[kQuerySlots], query_empty[kQuerySlots];
+  sm90::Barrier key_full[kStages], key_empty[kStages];
+  sm90::Barrier value_full[kStages], value_empty[kStages];
+  sm90::Barrier sums_full[kQuerySlots][kConfig.num_consumers];
+};
+
+struct TileRange {
+  int begin;
+  int end;
+};
+
+// Key tiles of which some row of the item's block sees a key.
+template <typename Config>
+__device__ __forceinline__ TileRange tiles_of_block(const Mask& mask, int block) {
+  constexpr ForwardConfig kConfig = Config::kConfig;
+  const int64_t begin = static_cast<int64_t>(block) * kConfig.block_rows();
+  const int64_t end = begin + kConfig.block_rows();
+  const Range keys = mask.keys_of_rows(begin, end < mask.query_length ? end : mask.query_length);
+  if (keys.empty()) return {0, 0};
+  return {static_cast<int>(keys.begin / kConfig.block_keys),
+          static_cast<int>(ceil_div(keys.end, kConfig.block_keys))};
+}
+
+// Key tiles of which each of the 64 rows sees every key, and which have all their keys.
+template <typename Config>
+__device__ __forceinline__ TileRange unmasked_tiles(const Mask& mask, int row_begin) {
+  constexpr ForwardConfig kConfig = Config::kConfig;
+  const int64_t row_end = row_begin + sm90::kMmaRows;
+  const int64_t last_row = (row_end < mask.query_length ? row_end : mask.query_length) - 1;
+  const int64_t first_key = last_row + mask.offset - mask.left;
+  const int64_t end_key = row_begin + mask.offset + mask.right + 1;
+  const int64_t end = end_key < mask.key_length ? end_key : mask.key_length;
+  return {first_key <= 0 ? 0 : static_cast<int>(ceil_div(first_key, kConfig.block_keys)),
+          end <= 0 ? 0 : static_cast<int>(end / kConfig.block_keys)};
+}
+
+template <typename Config, typename Element, bool kRecord>
+__global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
+    forward_kernel(const __grid_constant__ ForwardParams params) {
+  constexpr ForwardConfig kConfig = Config::kConfig;
+  constexpr int kD = kConfig.head_dim;
+  constexpr int kKeys = kConfig.block_keys;
+  constexpr int kConsumers = kConfig.num_consumers;
+  constexpr int kConsumerWarps = kConsumers * 4;
+  constexpr int kColumnBlocks = kConfig.column_blocks();
+  constexpr int kQueryBlockElements = sm90::kMmaRows * sm90::kBlockColumns;
+  constexpr int kKeyBlockElements = kKeys * sm90::kBlockColumns;
+  constexpr int kQueryBytes = kConfig.block_rows() * kD * sizeof(Element);
+  constexpr int kKeyBytes = kKeys * kD * sizeof(Element);
+  static_assert(kD % sm90::kBlockColumns == 0, "Head dim is cut into blocks of 64 columns");
+  static_assert(kConsumers <= kMaxConsumers, "Named barriers are counted for three");
+  static_assert(!kRecord || kKeys == kKeyTile, "Statistics are of tiles of 128 keys");
+  static_assert(sizeof(SharedMemory<Config, Element>) <= 232448, "227 KiB a block");
+  using KeyRing = sm90::Ring<kConfig.num_stages>;
+  using QueryRing = sm90::Ring<kQuerySlots>;
+
+  extern __shared__ __align__(sm90::kTileAlignment) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<SharedMemory<Config, Element>*>(shared_bytes);
+
+  const int warpgroup = sm90::warp_uniform(threadIdx.x / sm90::kWarpgroupThreads);
+  const int warp = sm90::warp_uniform(threadIdx.x / sm90::kWarpSize);
+  const int lane = threadIdx.x % sm90::kWarpSize;
+
+  if (threadIdx.x == 0) {
+    sm90::prefetch_tensor_map(params.query);
+    sm90::prefetch_tensor_map(params.key);
+    sm90::prefetch_tensor_map(params.value);
+    sm90::prefetch_tensor_map(params.out);
+    for (int i = 0; i < kQuerySlots; ++i) {
+      shared.query_full[i].init(1);
+      shared.query_empty[i].init(kRecord ? 2 * kConsumers : kConsumers);
+      for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(4);
+    }
+    for (int i = 0; i < kConfig.num_stages; ++i) {
+      shared.key_full[i].init(1);
+      shared.key_empty[i].init(kConsumerWarps);
+      shared.value_full[i].init(1);
+      shared.value_empty[i].init(kConsumerWarps);
+    }
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    sm90::give_registers<kConfig.producer_registers>();
+
+    // ---- Producer: one thread ------------------------------------------------------------------
+    if (warp == 0 && lane == 0) {
+      QueryRing slot;
+      KeyRing key_stage, value_stage;
+      const auto load_tile = [&](Element* tile, const CUtensorMap& map, sm90::Barrier& full,
+                                 int tile_idx, const WorkItem& item) {
+        full.arrive_and_expect(kKeyBytes);
+#pragma unroll
+        for (int b = 0; b < kColumnBlocks; ++b) {
+          sm90::tma_load(tile + b * kKeyBlockElements, map, full, b * sm90::kBlockColumns,
+                         tile_idx * kKeys, item.head / params.heads_per_key_head, item.batch);
+        }
+      };
+      const auto load_key = [&](int tile_idx, const WorkItem& item) {
+        shared.key_empty[key_stage.stage].wait(key_stage.parity ^ 1);
+        load_tile(shared.key[key_stage.stage], params.key, shared.key_full[key_stage.stage],
+                  tile_idx, item);
+        key_stage.advance();
+      };
+      const auto load_value = [&](int tile_idx, const WorkItem& item) {
+        shared.value_empty[value_stage.stage].wait(value_stage.parity ^ 1);
+        load_tile(shared.value[value_stage.stage], params.value,
+                  shared.value_full[value_stage.stage], tile_idx, item);
+        value_stage.advance();
+      };
+
+      int index = blockIdx.x;
+      while (index < params.order.num_items) {
+        const WorkItem item = params.order.item(index);
+        const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
+        // Asked for early: the answer takes about a microsecond and is needed at the item's end.
+        index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
+
+        shared.query_empty[slot.stage].wait(slot.parity ^ 1);
+        shared.item[slot.stage] = item;
+        shared.query_full[slot.stage].arrive_and_expect(kQueryBytes);
+#pragma unroll
+        for (int c = 0; c < kConsumers; ++c) {
+#pragma unroll
+          for (int b = 0; b < kColumnBlocks; ++b) {
+            sm90::tma_load(shared.query[slot.stage][c] + b * kQueryBlockElements, params.query,
+                           shared.query_full[slot.stage], b * sm90::kBlockColumns,
+                           item.block * kConfig.block_rows() + c * sm90::kMmaRows, item.head,
+                           item.batch);
+          }
+        }
+        slot.advance();
+
+        // In the order in which consumers ask: K runs one tile ahead of V.
+        if (tiles.begin < tiles.end) load_key(tiles.end - 1, item);
+#pragma unroll 1
+        for (int n = tiles.end - 2; n >= tiles.begin; --n) {
+          load_key(n, item);
+          load_value(n + 1, item);
+        }
+        if (tiles.begin < tiles.end) load_value(tiles.begin, item);
+      }
+      shared.query_empty[slot.stage].wait(slot.parity ^ 1);
+      shared.item[slot.stage].block = -1;
+      shared.query_full[slot.stage].arrive();
+    }
+
+    // ---- Statistics: warp 1 + c for consumer c -------------------------------------------------
+    if constexpr (kRecord) {
+      if (warp >= 1 && warp <= kConsumers) {
+        const int consumer = warp - 1;
+        for (QueryRing slot;; slot.advance()) {
+          shared.query_full[slot.stage].wait(slot.parity);
+          const WorkItem item = shared.item[slot.stage];
+          if (item.block < 0) break;
+          const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
+          const int query_tile = item.block * kConsumers + consumer;
+          shared.sums_full[slot.stage][consumer].wait(slot.parity);
+          if (query_tile < params.num_query_tiles) {
+            const int64_t batch_head =
+                static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
+            reduce_tile_stats(
+                params.row_masses +
+                    (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers +
+                     consumer) *
+                        params.num_key_tiles * sm90::kWarpgroupThreads,
+                shared.inverse_sums[slot.stage][consumer],
+                params.tile_stats +
+                    (batch_head * params.num_query_tiles + query_tile) * params.num_key_tiles,
+                tiles.begin, tiles.end, params.num_key_tiles);
+          }
+          __syncwarp();
+          if (lane == 0) shared.query_empty[slot.stage].arrive();
+        }
+      }
+    }
+  } else {
+    // ---- Consumers -----------------------------------------------------------------------------
+    sm90::take_registers<kConfig.consumer_registers>();
+    const int consumer = warpgroup - 1;
+    const int thread = threadIdx.x % sm90::kWarpgroupThreads;
+    const int my_turn = kTurn + consumer;
+    const int next_turn = kTurn + (consumer + 1 == kConsumers ? 0 : consumer + 1);
+    constexpr int kTurnThreads = 2 * sm90::kWarpgroupThreads;  // who waits, and who passes
+    constexpr float kMinusInf = -cuda::std::numeric_limits<float>::infinity();
+    const float scale_log2 = params.scale_log2;
+
+    using ProductS = sm90::Wgmma<Element, kKeys>;
+    using ProductO = sm90::Wgmma<Element, kD>;
+    float out[kD / 2];
+    float scores[kKeys / 2];
+    uint32_t probs[kKeys / 4];  // two a word: the A operand of (2)
+
+    if (consumer == kConsumers - 1) sm90::named_barrier_arrive(next_turn, kTurnThreads);
+
+    QueryRing slot;
+    KeyRing key_stage, value_stage;
+    bool has_stored = false;  // this thread's O is on its way out of the previous slot
+    for (;; slot.advance()) {
+      shared.query_full[slot.stage].wait(slot.parity);
+      const WorkItem item = shared.item[slot.stage];
+      if (item.block < 0) break;
+      const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
+      const int row_begin = item.block * kConfig.block_rows() + consumer * sm90::kMmaRows;
+      TileRange unmasked = unmasked_tiles<Config>(params.mask, row_begin);
+      if (params.score_sign < 0.0f) unmasked.end = 0;
+
+      uint32_t* row_masses = nullptr;
+      if constexpr (kRecord) {
+        row_masses =
+            params.row_masses +
+            (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers + consumer) *
+                params.num_key_tiles * sm90::kWarpgroupThreads +
+            thread;
+      }
+
+      // Of the two rows of this thread. `sum` covers the thread's own columns until (5).
+      float reference[2] = {kMinusInf, kMinusInf};
+      float limit[2] = {kMinusInf, kMinusInf};  // S above it makes the reference grow
+      float sum[2] = {0.0f, 0.0f};
+      float alpha[2] = {1.0f, 1.0f};
+      bool has_grown = false;
+
+      // (1)
+      Element* query = shared.query[slot.stage][consumer];
+      const uint32_t query_operand = sm90::descriptor_low(sm90::shared_address(query), 0);
+      const auto issue_scores = [&] {
+        const uint32_t key_operand =
+            sm90::descriptor_low(sm90::shared_address(shared.key[key_stage.stage]), 0);
+#pragma unroll
+        for (int k = 0; k < kD / sm90::kMmaDepth; ++k) {
+          ProductS::template with_shared_a<false>(
+              scores, query_operand + sm90::step_along_columns(sm90::kMmaRows, k),
+              key_operand + sm90::step_along_columns(kKeys, k), k > 0);
+        }
+        sm90::wgmma_commit();
+      };
+
+      // (2)
+      int has_out = 0;
+      const auto issue_out = [&] {
+        const uint32_t value_operand =
+            sm90::descriptor_low(sm90::shared_address(shared.value[value_stage.stage]),
+                                 kKeyBlockElements * sizeof(Element));
+#pragma unroll
+        for (int k = 0; k < kKeys / sm90::kMmaDepth; ++k) {
+          ProductO::template with_register_a<true>(
+              out, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
+              value_operand + sm90::step_along_rows(k), k > 0 ? 1 : has_out);
+        }
+        sm90::wgmma_commit();
+        has_out = 1;
+      };
+
+      const auto release = [&](sm90::Barrier* empty, KeyRing& stage) {
+        if (lane == 0) empty[stage.stage].arrive();
+        stage.advance();
+      };
+
+      // (3), in place: `scores` holds exp2 afterwards, not yet rounded.
+      const auto mask_scores = [&](int n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Range keys =
+              params.mask.keys_of_row(row_begin + sm90::fragment_row(thread, 2 * half));
+          const int64_t first = keys.begin - static_cast<int64_t>(n) * kKeys;
+          const int begin = static_cast<int>(first < 0 ? 0 : first > kKeys ? kKeys : first);
+          const int64_t last = keys.end - static_cast<int64_t>(n) * kKeys;
+          const int end = static_cast<int>(last < begin ? begin : last > kKeys ? kKeys : last);
+          const uint32_t visible = end - begin;
+          const int column = sm90::fragment_column(thread, 0) - begin;
+#pragma unroll
+          for (int i = 0; i < kKeys / 4; ++i) {
+            const int element = 4 * (i / 2) + 2 * half + i % 2;
+            const bool sees =
+                static_cast<uint32_t>(column + sm90::fragment_column(0, element)) < visible;
+            scores[element] = sees ? scores[element] * params.score_sign : kMinusInf;
+          }
+        }
+      };
+      const auto grow_references = [&](int tiles_done) {
+        float top[2] = {scores[0], scores[2]};
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+        has_grown = __any_sync(0xffffffff, top[0] > limit[0] || top[1] > limit[1]);
+        if (has_grown) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
+            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
+            const float grown = fmaxf(reference[half], ceilf(top[half] * scale_log2));
+            alpha[half] = grown == reference[half] ? 1.0f : exp2f(reference[half] - grown);
+            reference[half] = grown;
+            limit[half] = (grown + kReferenceSlack) / scale_log2;
+            sum[half] *= alpha[half];
+          }
+          if constexpr (kRecord) {
+            if (alpha[0] != 1.0f || alpha[1] != 1.0f) {
+              rescale_row_masses(row_masses, tiles_done, alpha[0], alpha[1]);
+            }
+          }
+        }
+      };
+      const auto exponentiate = [&](int tiles_done) {
+        // A row that has seen no key yet is measured against 0: exp2(-inf - 0) = 0.
+        const float shift[2] = {reference[0] == kMinusInf ? 0.0f : reference[0],
+                                reference[1] == kMinusInf ? 0.0f : reference[1]};
+        float tile_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) {
+          scores[i] = sm90::exp2_approx(fmaf(scores[i], scale_log2, -shift[i / 2 % 2]));
+          tile_sum[i / 2 % 2] += scores[i];
+        }
+        sum[0] += tile_sum[0];
+        sum[1] += tile_sum[1];
+        if constexpr (kRecord) {
+          row_masses[tiles_done * sm90::kWarpgroupThreads] =
+              sm90::pack<sm90::BFloat16>(tile_sum[0], tile_sum[1]);
+        }
+      };
+      const auto softmax = [&](int n) {
+        if (n < unmasked.begin || n >= unmasked.end) mask_scores(n);
+        grow_references(tiles.end - 1 - n);
+        exponentiate(tiles.end - 1 - n);
+      };
+      const auto round_probs = [&] {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+          probs[i] = sm90::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+        }
+      };
+
+      // The O of the previous item has long left its slot: hand the slot back.
+      const auto release_query = [&] {
+        if (has_stored) {
+          sm90::tma_store_wait_read();
+          shared.query_empty[slot.stage ^ 1].arrive();
+          has_stored = false;
+        }
+      };
+
+      if (tiles.begin < tiles.end) {
+        shared.key_full[key_stage.stage].wait(key_stage.parity);
+        sm90::wgmma_fence();
+        issue_scores();
+        release_query();
+        sm90::wgmma_wait<0>();
+        sm90::pin(scores);
+        release(shared.key_empty, key_stage);
+        softmax(tiles.end - 1);
+        round_probs();
+
+#pragma unroll 1
+        for (int n = tiles.end - 2; n >= tiles.begin; --n) {
+          shared.key_full[key_stage.stage].wait(key_stage.parity);
+          sm90::named_barrier_sync(my_turn, kTurnThreads);
+          sm90::wgmma_fence();
+          issue_scores();
+          shared.value_full[value_stage.stage].wait(value_stage.parity);
+          sm90::wgmma_fence();
+          issue_out();
+          sm90::named_barrier_arrive(next_turn, kTurnThreads);
+          sm90::wgmma_wait<1>();
+          sm90::pin(scores);
+          release(shared.key_empty, key_stage);
+          softmax(n);
+          sm90::pin(scores);
+          sm90::wgmma_wait<0>();
+          sm90::pin(out);
+          sm90::pin(probs);
+          release(shared.value_empty, value_stage);
+          if (has_grown) {  // (4)
+#pragma unroll
+            for (int i = 0; i < kD / 2; ++i) out[i] *= alpha[i / 2 % 2];
+          }
+          round_probs();
+        }
+
+        shared.value_full[value_stage.stage].wait(value_stage.parity);
+        sm90::wgmma_fence();
+        issue_out();
+        sm90::wgmma_wait<0>();
+        sm90::pin(out);
+        release(shared.value_empty, value_stage);
+      } else {
+        release_query();
+#pragma unroll
+        for (int i = 0; i < kD / 2; ++i) out[i] = 0.0f;
+      }
+
+      // (5)
+      constexpr float kLn2 = 0.693147180559945f;
+      float inverse[2];
+      const int64_t batch_head =
+          static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
+        sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
+        const bool has_keys = reference[half] != kMinusInf;
+        inverse[half] = has_keys ? 1.0f / sum[half] : 0.0f;
+        const int row_in_tile = sm90::fragment_row(thread, 2 * half);
+        const int row = row_begin + row_in_tile;
+        if (lane % 4 == 0) {
+          const bool exists = row < params.mask.query_length;
+          if (exists) {
+            params.lse[batch_head * params.mask.query_length + row] =
+                has_keys ? (reference[half] + log2f(sum[half])) * kLn2 : kMinusInf;
+          }
+          if constexpr (kRecord) {
+            shared.inverse_sums[slot.stage][consumer][row_in_tile] = exists ? inverse[half] : 0.0f;
+          }
+        }
+      }
+      if constexpr (kRecord) {
+        __syncwarp();
+        if (lane == 0) shared.sums_full[slot.stage][consumer].arrive();
+      }
+
+      // Every warp has finished reading Q before any of them writes over it.
+      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+#pragma unroll
+      for (int k = 0; k < kD / 16; ++k) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          packed[j] = sm90::pack<Element>(out[8 * k + 2 * j] * inverse[j % 2],
+                                          out[8 * k + 2 * j + 1] * inverse[j % 2]);
+        }
+        const int row = sm90::kWarpRows * (thread / sm90::kWarpSize) + sm90::store_row(lane);
+        sm90::store_matrices(
+            sm90::shared_address(query) +
+                sm90::swizzled_offset(sm90::kMmaRows, row, 16 * k + sm90::store_column(lane)),
+            packed[0], packed[1], packed[2], packed[3]);
+      }
+      sm90::fence_async_proxy();
+      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+      if (thread == 0) {
+#pragma unroll
+        for (int b = 0; b < kColumnBlocks; ++b) {
+          sm90::tma_store(params.out, query + b * kQueryBlockElements, b * sm90::kBlockColumns,
+                          row_begin, item.head, item.batch);
+        }
+        sm90::tma_store_commit();
+        has_stored = true;
+      }
+    }
+    if (has_stored) sm90::tma_store_wait_read();
+  }
+}
+
+}  // namespace backlite::forward_sm90

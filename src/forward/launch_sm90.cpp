@@ -1,0 +1,216 @@
+#include "forward/launch_sm90.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "common/mask.h"
+#include "common/workspace.h"
+#include "forward/config_sm90.h"
+#include "forward/instances_sm90.h"
+#include "sm90/tensor_map.h"
+
+namespace backlite::forward_sm90 {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw Error(std::string(what) + ": " + cudaGetErrorString(error));
+  }
+}
+
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+ForwardConfig config_of(const Problem& problem, bool record) {
+  const ForwardConfig config = problem.head_dim == 128 ? kD128 : kD64;
+  return record ? with_statistics(config) : config;
+}
+
+Launcher* launcher_of(const Problem& problem, bool record) {
+  const bool bf16 = problem.dtype == DType::kBFloat16;
+  if (problem.head_dim == 128) {
+    if (bf16) return record ? launch_d128_bf16_stats : launch_d128_bf16;
+    return record ? launch_d128_fp16_stats : launch_d128_fp16;
+  }
+  if (bf16) return record ? launch_d64_bf16_stats : launch_d64_bf16;
+  return record ? launch_d64_fp16_stats : launch_d64_fp16;
+}
+
+int64_t num_items(const Problem& problem, const ForwardConfig& config) {
+  return problem.batch * problem.num_query_heads *
+         ceil_div(problem.query_length, config.block_rows());
+}
+
+struct Workspace {
+  int* next_item;
+  uint32_t* row_masses;  // [multiprocessors][2][consumers][Tn][128], see tile_stats_sm90.cuh
+
+  Workspace(Carver& carver, const Problem& problem, const ForwardConfig& config, bool record,
+            int num_multiprocessors) {
+    constexpr int64_t kQuerySlots = 2;
+    next_item = carver.take<int>(1);
+    row_masses = carver.take<uint32_t>(
+        record ? num_multiprocessors * kQuerySlots * config.num_consumers *
+                     num_key_tiles(problem.key_length) * sm90::kWarpgroupThreads
+               : 0);
+  }
+};
+
+// As many heads as keep their K and V in L2 while their blocks of rows are worked on. The cache is
+// two halves, and what both read is in both.
+int heads_in_group(const Problem& problem, int l2_bytes) {
+  constexpr int64_t kElementBytes = 2;
+  const int64_t key_head_bytes =
+      std::max<int64_t>(2 * problem.key_length * problem.head_dim * kElementBytes, 1);
+  const int64_t heads_per_key_head = problem.num_query_heads / problem.num_key_heads;
+  const int64_t key_heads = std::max<int64_t>(l2_bytes / 2 / key_head_bytes, 1);
+  return static_cast<int>(
+      std::min(key_heads * heads_per_key_head, problem.batch * problem.num_query_heads));
+}
+
+constexpr int64_t kElementBytes = 2;
+
+template <typename AnyTensor>
+sm90::TensorLayout layout_of(const AnyTensor& tensor, const Problem& problem, int64_t num_heads,
+                             int64_t length) {
+  return {.data = tensor.data,
+          .num_batches = problem.batch,
+          .num_heads = num_heads,
+          .num_rows = length,
+          .num_columns = problem.head_dim,
+          .batch_stride = tensor.batch_stride * kElementBytes,
+          .head_stride = tensor.head_stride * kElementBytes,
+          .row_stride = tensor.length_stride * kElementBytes};
+}
+
+CUtensorMap tensor_map(const sm90::TensorLayout& layout, const Problem& problem, int box_rows) {
+  CUtensorMap map{};
+  if (!sm90::make_tensor_map(layout, problem.dtype == DType::kBFloat16, box_rows, &map)) {
+    throw Error("the CUDA driver could not make a tensor map (it must be of CUDA 12 or newer)");
+  }
+  return map;
+}
+
+bool is_empty(const Problem& problem) { return problem.batch == 0 || problem.query_length == 0; }
+
+}  // namespace
+
+std::string why_not_supported(const Problem& problem) {
+  if (problem.dtype != DType::kBFloat16 && problem.dtype != DType::kFloat16) {
+    return "the Hopper forward takes bfloat16 and float16";
+  }
+  if (problem.head_dim != 64 && problem.head_dim != 128) {
+    return "the Hopper forward takes head_dim 64 and 128, not " + std::to_string(problem.head_dim);
+  }
+  constexpr int64_t kMaxLength = int64_t{1} << 30;
+  if (problem.query_length > kMaxLength || problem.key_length > kMaxLength) {
+    return "the Hopper forward takes lengths up to 2^30";
+  }
+  if (num_items(problem, config_of(problem, false)) > std::numeric_limits<int>::max() / 2) {
+    return "batch * heads * query_length is too large for the Hopper forward";
+  }
+  const int device = current_device();
+  if (attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) {
+    return "the GPU is not of compute capability 9.0 (H100, H200)";
+  }
+  return {};
+}
+
+std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
+  if (is_empty(problem)) return {};
+  const auto reason = [&](const char* name, const sm90::TensorLayout& layout) -> std::string {
+    const char* why = sm90::why_not_mappable(layout);
+    return why == nullptr ? std::string() : std::string(name) + ": " + why;
+  };
+  std::string why = reason(
+      "query", layout_of(args.query, problem, problem.num_query_heads, problem.query_length));
+  if (why.empty() && problem.key_length > 0) {
+    why = reason("key", layout_of(args.key, problem, problem.num_key_heads, problem.key_length));
+  }
+  if (why.empty() && problem.key_length > 0) {
+    why =
+        reason("value", layout_of(args.value, problem, problem.num_key_heads, problem.key_length));
+  }
+  if (why.empty()) {
+    why =
+        reason("out", layout_of(args.out, problem, problem.num_query_heads, problem.query_length));
+  }
+  return why;
+}
+
+size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
+  Carver counter(nullptr);
+  Workspace(counter, problem, config_of(problem, record_tile_stats), record_tile_stats,
+            attribute(cudaDevAttrMultiProcessorCount, current_device()));
+  return counter.bytes();
+}
+
+void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution) {
+  if (is_empty(problem)) return;
+  const bool record = args.tile_stats != nullptr;
+  const ForwardConfig config = config_of(problem, record);
+  const int device = current_device();
+  const int num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  const int l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+
+  Carver carver(execution.workspace);
+  const Workspace workspace(carver, problem, config, record, num_multiprocessors);
+
+  ForwardParams params{};
+  const auto query_layout =
+      layout_of(args.query, problem, problem.num_query_heads, problem.query_length);
+  const auto out_layout =
+      layout_of(args.out, problem, problem.num_query_heads, problem.query_length);
+  params.query = tensor_map(query_layout, problem, sm90::kMmaRows);
+  params.out = tensor_map(out_layout, problem, sm90::kMmaRows);
+  if (problem.key_length > 0) {
+    const auto key_layout = layout_of(args.key, problem, problem.num_key_heads, problem.key_length);
+    const auto value_layout =
+        layout_of(args.value, problem, problem.num_key_heads, problem.key_length);
+    params.key = tensor_map(key_layout, problem, config.block_keys);
+    params.value = tensor_map(value_layout, problem, config.block_keys);
+  } else {  // never read, but prefetched
+    params.key = params.query;
+    params.value = params.query;
+  }
+
+  params.mask = Mask::of(problem);
+  params.order.num_items = static_cast<int>(num_items(problem, config));
+  params.order.num_blocks = static_cast<int>(ceil_div(problem.query_length, config.block_rows()));
+  params.order.num_heads = static_cast<int>(problem.num_query_heads);
+  params.order.num_batch_heads = static_cast<int>(problem.batch * problem.num_query_heads);
+  params.order.group_heads = heads_in_group(problem, l2_bytes);
+  params.order.last_rows_first = params.mask.right < problem.query_length;
+  params.next_item = workspace.next_item;
+  params.heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads);
+  // A scale of 0 makes all scores equal; so does a tiny one, without the product 0 * infinity.
+  constexpr double kLog2E = 1.4426950408889634;
+  constexpr double kTiny = 1e-30;
+  params.scale_log2 = static_cast<float>(std::max(std::abs(problem.scale) * kLog2E, kTiny));
+  params.score_sign = problem.scale < 0.0 ? -1.0f : 1.0f;
+  params.lse = static_cast<float*>(args.lse);
+  params.tile_stats = args.tile_stats;
+  params.row_masses = workspace.row_masses;
+  params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
+  params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
+
+  check(cudaMemsetAsync(workspace.next_item, 0, sizeof(int), stream), "cudaMemsetAsync");
+  const int num_blocks = std::min(num_multiprocessors, params.order.num_items);
+  check(launcher_of(problem, record)(params, num_blocks, stream), "the Hopper forward's launch");
+}
+
+}  // namespace backlite::forward_sm90

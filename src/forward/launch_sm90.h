@@ -1,0 +1,25 @@
+// Stage 1 on a Hopper GPU. Arguments have been checked by the caller as far as all backends agree.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "backlite/backlite.h"
+
+namespace backlite::forward_sm90 {
+
+// Why this backend cannot serve the problem, in words; empty if it can.
+std::string why_not_supported(const Problem& problem);
+
+// Why the copy engine cannot take these tensors as they are, naming the first one; empty if it can.
+// A copy with touching elements is always taken.
+std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
+
+// 64 bytes; with statistics and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 2 KiB (3 KiB
+// at head dim 64) more.
+size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
+
+// Launches on the stream of `execution`: one memset of 4 bytes and one kernel.
+void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution);
+
+}  // namespace backlite::forward_sm90

@@ -1,0 +1,53 @@
+// Single instructions on numbers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace backlite::sm90 {
+
+using BFloat16 = __nv_bfloat16;
+using Float16 = __half;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to 16 bits, the first in the low half.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The two halves of a packed bfloat16 pair.
+__device__ __forceinline__ float low_bfloat16(uint32_t packed) {
+  return __uint_as_float(packed << 16);
+}
+
+__device__ __forceinline__ float high_bfloat16(uint32_t packed) {
+  return __uint_as_float(packed & 0xffff0000u);
+}
+
+}  // namespace backlite::sm90
