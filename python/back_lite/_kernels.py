@@ -33,7 +33,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) -> list[Tensor]:
     """Allocate out and LSE, then tile bits if selecting, then tile statistics if recording.
 
-    Also what a fake (shape-only) call returns.
+    Also what a fake (shape-only) call returns. The tile bits have one dimension: torch.compile asks
+    whether they are contiguous, and would compile again where one of four dimensions becomes 1
+    (from 129 keys to 128, from 2049 queries to 2048).
     """
     batch, query_length, num_heads, _ = query.shape
     outputs = [
@@ -41,8 +43,8 @@ def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) ->
         query.new_empty(batch, num_heads, query_length, dtype=lse_dtype(query.dtype)),
     ]
     if selects:
-        shape = tile_bits_shape(batch, num_heads, query_length, key.shape[1])
-        outputs.append(query.new_empty(*shape, dtype=torch.int32))
+        b, h, columns, words = tile_bits_shape(batch, num_heads, query_length, key.shape[1])
+        outputs.append(query.new_empty(b * h * columns * words, dtype=torch.int32))
     if record:
         grid = grid_shape(query_length, key.shape[1])
         outputs.append(query.new_empty(batch, num_heads, *grid, dtype=torch.float32))

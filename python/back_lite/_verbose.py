@@ -21,11 +21,19 @@ def is_on(query: Tensor) -> bool:
 
 
 def density(
-    tile_bits: Tensor, query_length: int, key_length: int, causal: bool, window: tuple[int, int]
+    tile_bits: Tensor,
+    num_grids: int,
+    query_length: int,
+    key_length: int,
+    causal: bool,
+    window: tuple[int, int],
 ) -> float:
-    """Return live tiles / tiles that the mask allows; 1.0 where it allows none."""
+    """Return live tiles / tiles that the mask allows; 1.0 where it allows none.
+
+    ``num_grids`` is batch times query heads.
+    """
     mask = mask_tiles(query_length, key_length, causal=causal, window_size=window, device="cpu")
-    allowed = int(mask.sum()) * tile_bits.shape[0] * tile_bits.shape[1]
+    allowed = int(mask.sum()) * num_grids
     return count_live(tile_bits) / allowed if allowed else 1.0
 
 
@@ -56,6 +64,7 @@ def log_call(
     if tile_bits is None:
         parts.append("backward sparsity 0 (exact)")
     else:
-        sparsity = 1.0 - density(tile_bits, query_length, key_length, causal, window)
+        num_grids = query.shape[0] * query.shape[2]
+        sparsity = 1.0 - density(tile_bits, num_grids, query_length, key_length, causal, window)
         parts.append(f"backward sparsity {sparsity:.4f}")
     logger.info(" | ".join(parts))

@@ -156,11 +156,20 @@ def attention(
 class _LastCall:
     """What the last call of a module kept for :attr:`BackLite.last_density`; not copied with it."""
 
-    __slots__ = ("causal", "key_length", "query_length", "tile_bits", "was_called", "window")
+    __slots__ = (
+        "causal",
+        "key_length",
+        "num_grids",
+        "query_length",
+        "tile_bits",
+        "was_called",
+        "window",
+    )
 
     def __init__(self) -> None:
         self.was_called = False
         self.tile_bits: Tensor | None = None
+        self.num_grids = 0  # batch times query heads
         self.query_length = 0
         self.key_length = 0
         self.causal = False
@@ -234,7 +243,8 @@ class BackLite(nn.Module):
     def last_density(self) -> float | None:
         """Live tiles / tiles that the mask allows, in the last call; computed when asked for.
 
-        None before the first call; 1.0 if that call recorded nothing. Reads from the device.
+        None before the first call; 1.0 if that call recorded nothing. Reads from the device. Calls
+        from compiled code (``torch.compile``) do not count.
         """
         last = self._last_call
         if not last.was_called:
@@ -242,7 +252,12 @@ class BackLite(nn.Module):
         if last.tile_bits is None:
             return 1.0
         return _verbose.density(
-            last.tile_bits, last.query_length, last.key_length, last.causal, last.window
+            last.tile_bits,
+            last.num_grids,
+            last.query_length,
+            last.key_length,
+            last.causal,
+            last.window,
         )
 
     def forward(
@@ -272,13 +287,17 @@ class BackLite(nn.Module):
             window_size,
             self.deterministic,
         )
-        last = self._last_call
-        last.was_called = True
-        last.tile_bits = tile_bits
-        last.query_length = query.shape[1]
-        last.key_length = key.shape[1]
-        last.causal = causal
-        last.window = window
+        if (
+            not torch.compiler.is_compiling()
+        ):  # torch.utils.checkpoint refuses to compile a mutation
+            last = self._last_call
+            last.was_called = True
+            last.tile_bits = tile_bits
+            last.num_grids = query.shape[0] * query.shape[2]
+            last.query_length = query.shape[1]
+            last.key_length = key.shape[1]
+            last.causal = causal
+            last.window = window
         return (out, lse) if return_softmax_lse else out
 
     def extra_repr(self) -> str:

@@ -214,11 +214,16 @@ void require_tile_stats(const TensorOrOptional& tile_stats, const backlite::Prob
                 {p.batch, p.num_query_heads, query_tiles(p), key_tiles(p)});
 }
 
-template <typename TensorOrOptional>
-void require_tile_bits(const TensorOrOptional& tile_bits, const backlite::Problem& p) {
-  require_dense(tile_bits, "tile_bits", kInt32,
-                {p.batch, p.num_query_heads, key_tiles(p),
-                 ceil_div(query_tiles(p), backlite::kTilesPerWord)});
+// Any shape with the elements of [B, H, Tn, W] in that order.
+void require_tile_bits(const TensorView& tile_bits, const backlite::Problem& p) {
+  const int64_t words = p.batch * p.num_query_heads * key_tiles(p) *
+                        ceil_div(query_tiles(p), backlite::kTilesPerWord);
+  if (tile_bits.numel() != words) {
+    refuse("tile_bits has ", tile_bits.numel(), " words; it must have ", words);
+  }
+  require_cpu(tile_bits, "tile_bits");
+  require_dtype(tile_bits, "tile_bits", kInt32);
+  if (!tile_bits.IsContiguous()) refuse("tile_bits must be contiguous");
 }
 
 // How many entries of negl_prob the heads read. It comes with 1 entry (all heads alike), with one
@@ -269,8 +274,8 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
         problem_of(query, key, scale, {causal, window_left, window_right});
     require_dense(lse, "lse", lse_dtype(p), {p.batch, p.num_query_heads, p.query_length});
     require_tile_stats(tile_stats, p);
-    require_tile_bits(tile_bits, p);
     const bool selects = tile_bits.has_value();
+    if (selects) require_tile_bits(tile_bits.value(), p);
     if (selects != negl_prob.has_value()) refuse("tile_bits and negl_prob come together");
 
     const int64_t num_stats = p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p);
@@ -329,7 +334,7 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
     const int64_t hq = p.num_query_heads, hk = p.num_key_heads;
     require_dense(lse, "lse", lse_dtype(p), {p.batch, hq, sq});
     require_dense(grad_lse, "grad_lse", lse_dtype(p), {p.batch, hq, sq});
-    require_tile_bits(tile_bits, p);
+    if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), p);
     const Workspace schedule(backlite::schedule_bytes(p));
     const backlite::BackwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, sq, hq),
