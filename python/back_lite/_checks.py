@@ -115,7 +115,7 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
         TypeError: not a pair of ints.
         ValueError: one of them is below -1.
     """
-    if isinstance(window_size, tuple | list) and len(window_size) == 2:
+    if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
         left, right = window_size
         if isinstance(left, int) and isinstance(right, int):
             if left < -1 or right < -1:

@@ -29,10 +29,9 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outputs = _kernels.attention(query, key, value, negl_prob, *options)
         *ctx.mask, record = options
-        ctx.is_sparse = negl_prob is not None
-        ctx.save_for_backward(query, key, value, *outputs[: 3 if ctx.is_sparse else 2])
         if record:
             ctx.mark_non_differentiable(outputs[-1])
+        ctx.save_for_backward(query, key, value, *(outputs[:-1] if record else outputs))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -50,7 +49,7 @@ class _Attention(torch.autograd.Function):
             value,
             out,
             lse,
-            tile_bits[0] if ctx.is_sparse else None,
+            tile_bits[0] if tile_bits else None,
             grad_lse,
             *ctx.mask,
         )

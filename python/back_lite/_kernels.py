@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,8 @@ def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) ->
         query.new_empty(batch, num_heads, query_length, dtype=lse_dtype(query.dtype)),
     ]
     if selects:
-        b, h, columns, words = tile_bits_shape(batch, num_heads, query_length, key.shape[1])
-        outputs.append(query.new_empty(b * h * columns * words, dtype=torch.int32))
+        words = math.prod(tile_bits_shape(batch, num_heads, query_length, key.shape[1]))
+        outputs.append(query.new_empty(words, dtype=torch.int32))
     if record:
         grid = grid_shape(query_length, key.shape[1])
         outputs.append(query.new_empty(batch, num_heads, *grid, dtype=torch.float32))

@@ -78,7 +78,7 @@ def autocast_dtype() -> torch.dtype | None:
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd_keyset = torch._C._after_autograd_keyset
-_CPU = torch._C.DispatchKey.CPU
+_cpu_keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
@@ -99,17 +99,6 @@ def _nested_redispatch(
     return _redispatch(operator, keyset, arguments)
 
 
-def _attention_below_autograd(
-    keyset: torch._C.DispatchKeySet,
-    arguments: tuple[Any, ...],
-    redispatch: Callable[..., Any],
-) -> list[Tensor]:
-    rest = keyset & _after_autograd_keyset
-    if rest.highestPriorityTypeId() is _CPU:  # the usual case: spare a trip through the dispatcher
-        return _kernels.attention(*arguments)
-    return cast(list[Tensor], redispatch(attention, rest, arguments))
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,17 +106,19 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keyset: torch._C.DispatchKeySet,
+        keyset: torch._C.DispatchKeySet | None,
         options: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        outputs = _attention_below_autograd(
-            keyset, (query, key, value, *options), _nested_redispatch
-        )
-        negl_prob, *ctx.mask, record = options
-        ctx.is_sparse = negl_prob is not None
-        ctx.save_for_backward(query, key, value, *outputs[: 3 if ctx.is_sparse else 2])
-        if record:
+        if keyset is None:
+            outputs = _kernels.attention(query, key, value, *options)
+        else:
+            outputs = _nested_redispatch(attention, keyset, (query, key, value, *options))
+        ctx.options = options
+        if options[-1]:  # tile statistics, recorded last
             ctx.mark_non_differentiable(outputs[-1])
+            ctx.save_for_backward(query, key, value, *outputs[:-1])
+        else:
+            ctx.save_for_backward(query, key, value, *outputs)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -138,8 +129,9 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse, *tile_bits = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        arguments: tuple[Any, ...] = (grad_out, query, key, value, out, lse)
-        arguments += (tile_bits[0] if ctx.is_sparse else None, grad_lse, *ctx.mask)
+        mask = ctx.options[1:-1]
+        bits = tile_bits[0] if tile_bits else None
+        arguments = (grad_out, query, key, value, out, lse, bits, grad_lse, *mask)
         if torch.is_grad_enabled():  # create_graph=True
             return (*backward(*arguments), None, None)
         with _below_autograd():
@@ -172,14 +164,22 @@ def _attention_autograd(
     value: Tensor,
     *options: Any,
 ) -> Sequence[Tensor]:
+    rest = keyset & _after_autograd_keyset
+    is_plain = rest == _cpu_keyset  # the usual case: spare another trip through the dispatcher
+    outputs: Sequence[Tensor]
     if (
         torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ) or forward_ad._current_level >= 0:  # a forward-mode tangent raises in apply
-        return cast(
-            tuple[Tensor, ...], _apply(_apply_attention, query, key, value, keyset, options)
-        )
-    return _attention_below_autograd(keyset, (query, key, value, *options), _redispatch)
+        if is_plain:
+            outputs = _apply_attention(query, key, value, None, options)
+        else:
+            outputs = _apply(_apply_attention, query, key, value, rest, options)
+    elif is_plain:
+        outputs = _kernels.attention(query, key, value, *options)
+    else:
+        outputs = _redispatch(attention, rest, (query, key, value, *options))
+    return outputs
 
 
 _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)

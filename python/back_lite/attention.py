@@ -46,7 +46,7 @@ def _attend(
     if tile_stats is not None:
         _checks.check_tile_stats(tile_stats, tile_stats_shape(query, key), query.device)
     if negl_prob is not None:
-        if negl_prob.device != query.device:
+        if not negl_prob.is_cpu:  # as query is
             raise ValueError(
                 f"negl_prob.device = {negl_prob.device}: accepted is query's, {query.device}; a "
                 "module moves with module.to(), from the meta device with module.to_empty()"
@@ -156,24 +156,11 @@ def attention(
 class _LastCall:
     """What the last call of a module kept for :attr:`BackLite.last_density`; not copied with it."""
 
-    __slots__ = (
-        "causal",
-        "key_length",
-        "num_grids",
-        "query_length",
-        "tile_bits",
-        "was_called",
-        "window",
-    )
+    __slots__ = ("kept",)
 
     def __init__(self) -> None:
-        self.was_called = False
-        self.tile_bits: Tensor | None = None
-        self.num_grids = 0  # batch times query heads
-        self.query_length = 0
-        self.key_length = 0
-        self.causal = False
-        self.window = (-1, -1)
+        #: tile bits, query's shape, key's shape, causal, window; None before the first call
+        self.kept: tuple[Tensor | None, torch.Size, torch.Size, bool, tuple[int, int]] | None = None
 
     def __reduce__(self) -> tuple[type[_LastCall], tuple[()]]:
         return _LastCall, ()
@@ -246,19 +233,12 @@ class BackLite(nn.Module):
         None before the first call; 1.0 if that call recorded nothing. Reads from the device. Calls
         from compiled code (``torch.compile``) do not count.
         """
-        last = self._last_call
-        if not last.was_called:
+        if self._last_call.kept is None:
             return None
-        if last.tile_bits is None:
+        tile_bits, query_shape, key_shape, causal, window = self._last_call.kept
+        if tile_bits is None:
             return 1.0
-        return _verbose.density(
-            last.tile_bits,
-            last.num_grids,
-            last.query_length,
-            last.key_length,
-            last.causal,
-            last.window,
-        )
+        return _verbose.density(tile_bits, query_shape, key_shape, causal, window)
 
     def forward(
         self,
@@ -278,7 +258,8 @@ class BackLite(nn.Module):
             query,
             key,
             value,
-            self._negl_prob_table if self._skips else None,
+            # Not through nn.Module.__getattr__, which takes 1 us.
+            self._buffers["_negl_prob_table"] if self._skips else None,
             # Not a constant of compiled code; there the library compares the counts.
             1 if torch.compiler.is_compiling() else self._num_thresholds,
             scale,
@@ -290,14 +271,7 @@ class BackLite(nn.Module):
         if (
             not torch.compiler.is_compiling()
         ):  # torch.utils.checkpoint refuses to compile a mutation
-            last = self._last_call
-            last.was_called = True
-            last.tile_bits = tile_bits
-            last.num_grids = query.shape[0] * query.shape[2]
-            last.query_length = query.shape[1]
-            last.key_length = key.shape[1]
-            last.causal = causal
-            last.window = window
+            self._last_call.kept = (tile_bits, query.shape, key.shape, causal, window)
         return (out, lse) if return_softmax_lse else out
 
     def extra_repr(self) -> str:
