@@ -141,8 +141,8 @@ def select(
     """Live tiles, bool [B, H, Tm, Tn], of float32 tile_stats; negl_prob: one number or one a head.
 
     In every query-tile row: sort the tiles that the mask allows by probability (ties: lower key
-    tile first) and skip the longest prefix whose sum is < negl_prob. Python integers, so sums are
-    exact. A NaN counts as one and is never skipped.
+    tile first) and skip the longest prefix whose sum is < negl_prob; the last tile, the heaviest,
+    always stays. Python integers, so sums are exact. A NaN counts as one and is never skipped.
     """
     batch, num_heads, num_rows, _ = tile_stats.shape
     allowed = mask_tiles(query_length, key_length, causal=causal, window_size=window_size)
@@ -155,7 +155,7 @@ def select(
             for m in range(num_rows):
                 tiles = allowed[m].nonzero().flatten().tolist()
                 skipped_sum = 0
-                for n in sorted(tiles, key=lambda n: (fixed[b][h][m][n], n)):
+                for n in sorted(tiles, key=lambda n: (fixed[b][h][m][n], n))[:-1]:
                     skipped_sum += fixed[b][h][m][n]
                     if skipped_sum >= budget:
                         break

@@ -63,8 +63,8 @@ def assert_close(
     """Checks got against the float64 truth; plain(order) is what PyTorch makes of it in the dtype.
 
     terms gives the float64 terms whose difference truth is: where they cancel, they and not the
-    difference set the magnitude of the rounding. It, and orders after the first, are asked for only
-    when needed.
+    difference set the magnitude of the rounding, which is that of the arithmetic inside (float32 or
+    wider). It, and orders after the first, are asked for only when needed.
     """
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)} != {tuple(truth.shape)}"
     finite = truth.isfinite()
@@ -85,7 +85,7 @@ def assert_close(
         if error.within(bound):
             return
     if terms is not None:
-        bound = bound.worst(_size(terms()).times(relative_eps(dtype)))
+        bound = bound.worst(_size(terms()).times(relative_eps(lse_dtype(dtype))))
         if error.within(bound):
             return
     raise AssertionError(f"{name}: {_explain(got, truth, error, plain_error, bound)}")

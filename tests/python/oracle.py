@@ -30,14 +30,15 @@ def truth(case: Case, inputs: Inputs, live: Tensor | None = None) -> Results:
 
 
 def uncancelled_grads(case: Case, inputs: Inputs, live: Tensor | None = None) -> tuple[Tensor, ...]:
-    """dQ, dK, dV in float64 without delta: the larger of the two terms whose difference they are.
+    """dQ, dK, dV in float64 with |dO| |V|^T for dP and without delta: terms that cannot cancel.
 
-    Where each row sees one key, dP equals delta: dQ and dK are zero, and what any implementation
+    Where each row sees one key, dP equals delta: dQ and dK are zero, and what an implementation
     computes is the rounding of these terms.
     """
     q, k, v, grad_out, _ = inputs
+    grad_out, v = grad_out.double().abs(), v.double().abs()
     out, _ = reference.attention(q, k, v, **case.options)
-    grad_lse_that_cancels_delta = (grad_out.double() * out).sum(dim=-1).transpose(1, 2)
+    grad_lse_that_cancels_delta = (grad_out * out).sum(dim=-1).transpose(1, 2)
     return reference.backward(
         grad_out, q, k, v, live=live, grad_lse=grad_lse_that_cancels_delta, **case.options
     )

@@ -1,8 +1,8 @@
 """Faults that users of attention kernels met in public, as small inputs.
 
 Each test is named after the row of the list of faults that it comes from and after the kind of the
-fault. Rows about torch.compile, checkpointing and transforms (38 to 45) are in test_compose.py; rows
-that only a GPU, a build or a benchmark can show are not here.
+fault. Rows about torch.compile, checkpointing and transforms (38 to 45) are in test_compose.py;
+rows that only a GPU, a build or a benchmark can show are not here.
 """
 
 from __future__ import annotations
