@@ -20,6 +20,8 @@ CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".inl"}
 
 # The whole line is a comment: after code, a `//` may be part of a string.
 COMMENT_LIKE_CODE = re.compile(r"^\s*//.*[;{}]\s*$")
+# A semicolon may end a line of prose, which has words that code has not.
+PROSE = re.compile(r"\b(?:a|an|are|at|by|is|it|its|no|of|so|than|that|the|to|which|with)\b")
 # Home folders and the usual places of checkouts. A leading word character or dot means that the
 # path is a relative one.
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|Users|work|workspace|tmp|mnt|opt|data)/\w")
@@ -33,7 +35,7 @@ def check_file(path: Path, text: str) -> list[str]:
     if is_cpp and path.parts[0] in ("src", "include") and len(lines) >= MAX_LINES:
         problems.append(f"{path}: {len(lines)} lines; fewer than {MAX_LINES} are accepted")
     for number, line in enumerate(lines, 1):
-        if is_cpp and COMMENT_LIKE_CODE.match(line):
+        if is_cpp and COMMENT_LIKE_CODE.match(line) and not PROSE.search(line):
             problems.append(f"{path}:{number}: a comment that ends like code: {line.strip()}")
         if is_cpp and len(line) > MAX_COLUMNS:
             problems.append(f"{path}:{number}: {len(line)} columns; {MAX_COLUMNS} are accepted")

@@ -71,7 +71,8 @@ def test_layering_fails_on_a_wrong_include(tmp_path: Path, file: str, line: str)
 
 def test_source_passes_clean_text(tmp_path: Path) -> None:
     files = {
-        "src/a.cpp": "// Why: the sum is exact.\nint a = 1;  // one; the only one\n" + "x\n" * 400,
+        "src/a.cpp": "// Why: the sum is exact;\n// it is.\nint a = 1;  // one; the only one\n"
+        + "x\n" * 400,
         "tests/long_test.cpp": "int b;\n" * 600,
         "README.md": "See docs/home/work.md and ./tmp/x and https://example.org/home/page.\n",
     }
