@@ -32,8 +32,8 @@
 namespace backlite {
 
 // The grid of tiles is the same for every head dim, dtype and backend.
-inline constexpr int64_t kQueryTile = 64;   // query rows of a tile
-inline constexpr int64_t kKeyTile = 128;    // key columns of a tile
+inline constexpr int64_t kQueryTile = 64;     // query rows of a tile
+inline constexpr int64_t kKeyTile = 128;      // key columns of a tile
 inline constexpr int64_t kTilesPerWord = 32;  // query tiles in one int32 of tile bits
 
 // Probabilities are compared and added in fixed point, so that every backend and every order of
@@ -95,9 +95,9 @@ struct Tensor {
 
 // Where and with what a stage runs.
 struct Execution {
-  void* stream = nullptr;       // cudaStream_t on CUDA, ignored on the CPU
-  int num_threads = 1;          // CPU only; results do not depend on it
-  void* workspace = nullptr;    // at least the stage's *_workspace_bytes, 64-byte aligned
+  void* stream = nullptr;     // cudaStream_t on CUDA, ignored on the CPU
+  int num_threads = 1;        // CPU only; results do not depend on it
+  void* workspace = nullptr;  // at least the stage's *_workspace_bytes, 64-byte aligned
   size_t workspace_bytes = 0;
 };
 
@@ -151,13 +151,13 @@ BACKLITE_API void schedule(const Problem& problem, const ScheduleArgs& args,
 // ---- Stage 4: backward ------------------------------------------------------------------------
 
 struct BackwardArgs {
-  ConstTensor query;                   // [B, Sq, H, D]
-  ConstTensor key;                     // [B, Sk, Hk, D]
-  ConstTensor value;                   // [B, Sk, Hk, D]
-  ConstTensor out;                     // [B, Sq, H, D], as the forward wrote it
-  ConstTensor grad_out;                // [B, Sq, H, D]
-  const void* lse = nullptr;           // [B, H, Sq], as the forward wrote it
-  const void* grad_lse = nullptr;      // [B, H, Sq] of lse's dtype, or nullptr: no gradient into LSE
+  ConstTensor query;               // [B, Sq, H, D]
+  ConstTensor key;                 // [B, Sk, Hk, D]
+  ConstTensor value;               // [B, Sk, Hk, D]
+  ConstTensor out;                 // [B, Sq, H, D], as the forward wrote it
+  ConstTensor grad_out;            // [B, Sq, H, D]
+  const void* lse = nullptr;       // [B, H, Sq], as the forward wrote it
+  const void* grad_lse = nullptr;  // [B, H, Sq] of lse's dtype, or nullptr: no gradient into LSE
   const int32_t* tile_bits = nullptr;  // [B, H, Tn, W], or nullptr: exact. As given to schedule()
   const void* schedule = nullptr;      // from schedule() of the same problem and tile_bits
   Tensor grad_query;                   // [B, Sq, H, D]
@@ -171,7 +171,7 @@ BACKLITE_API void backward(const Problem& problem, const BackwardArgs& args,
 
 // ---- About this build -------------------------------------------------------------------------
 
-BACKLITE_API const char* version();   // "0.1.0"
-BACKLITE_API const char* cpu_isa();   // instruction set in use: "baseline", "avx2" or "avx512"
+BACKLITE_API const char* version();  // "0.1.0"
+BACKLITE_API const char* cpu_isa();  // instruction set in use: "baseline", "avx2" or "avx512"
 
 }  // namespace backlite

@@ -28,8 +28,7 @@ template <typename Value>
 
 void check_range(const std::string& name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) {
-    refuse(name, value,
-           "accepted are " + std::to_string(low) + " to " + std::to_string(high));
+    refuse(name, value, "accepted are " + std::to_string(low) + " to " + std::to_string(high));
   }
 }
 
@@ -68,8 +67,7 @@ void check_problem(const Problem& problem) {
   check_range("num_key_heads", problem.num_key_heads, 1, kMaxCount);
   if (problem.num_query_heads % problem.num_key_heads != 0) {
     refuse("num_query_heads", problem.num_query_heads,
-           "a multiple of num_key_heads = " + std::to_string(problem.num_key_heads) +
-               " is needed");
+           "a multiple of num_key_heads = " + std::to_string(problem.num_key_heads) + " is needed");
   }
   check_range("query_length", problem.query_length, 0, kMaxLength);
   check_range("key_length", problem.key_length, 0, kMaxLength);
@@ -142,9 +140,9 @@ void check_execution(const Execution& execution, size_t needed_bytes) {
   }
   check_pointer("workspace", execution.workspace, needed_bytes > 0);
   if (reinterpret_cast<uintptr_t>(execution.workspace) % kWorkspaceAlignment != 0) {
-    refuse("workspace", reinterpret_cast<uintptr_t>(execution.workspace),
-           "an address that is a multiple of " + std::to_string(kWorkspaceAlignment) +
-               " is needed");
+    refuse(
+        "workspace", reinterpret_cast<uintptr_t>(execution.workspace),
+        "an address that is a multiple of " + std::to_string(kWorkspaceAlignment) + " is needed");
   }
 }
 

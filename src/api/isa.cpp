@@ -22,9 +22,8 @@ std::array<Isa, 3> known_isas() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return {{{&backlite_cpu_avx512, avx512},
-           {&backlite_cpu_avx2, avx2},
-           {&backlite_cpu_baseline, true}}};
+  return {
+      {{&backlite_cpu_avx512, avx512}, {&backlite_cpu_avx2, avx2}, {&backlite_cpu_baseline, true}}};
 #else
 #error "BackLite's CPU backend is built for x86-64"
 #endif

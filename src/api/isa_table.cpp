@@ -9,12 +9,12 @@
 #define BACKLITE_TEXT(a) BACKLITE_TEXT_(a)
 
 extern "C" {
-extern __attribute__((visibility("default"))) constinit const backlite::CpuBackend
-    BACKLITE_JOIN(backlite_cpu_, BACKLITE_ISA) = {
-        .isa = BACKLITE_TEXT(BACKLITE_ISA),
-        .forward_workspace_bytes = backlite::cpu::forward_workspace_bytes,
-        .forward = backlite::cpu::forward,
-        .backward_workspace_bytes = backlite::cpu::backward_workspace_bytes,
-        .backward = backlite::cpu::backward,
+extern __attribute__((visibility("default"))) constinit const backlite::CpuBackend BACKLITE_JOIN(
+    backlite_cpu_, BACKLITE_ISA) = {
+    .isa = BACKLITE_TEXT(BACKLITE_ISA),
+    .forward_workspace_bytes = backlite::cpu::forward_workspace_bytes,
+    .forward = backlite::cpu::forward,
+    .backward_workspace_bytes = backlite::cpu::backward_workspace_bytes,
+    .backward = backlite::cpu::backward,
 };
 }

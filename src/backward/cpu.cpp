@@ -10,7 +10,7 @@
 // K^T and V^T are made once a column; Q and dO are used as they lie.
 #include "backward/cpu.h"
 
-#include <cmath>
+#include <algorithm>
 #include <limits>
 
 #include "backward/tile_source.h"
@@ -25,7 +25,7 @@ namespace backlite::cpu {
 namespace {
 
 template <typename Compute>
-struct Scratch {  // of one thread; Dp = D, padded for products
+struct Scratch {              // of one thread; Dp = D, padded for products
   Compute* query;             // [64, Dp], scaled
   Compute* grad_out;          // [64, Dp]
   Compute* key;               // [128, Dp]
@@ -59,7 +59,7 @@ struct Workspace {
   std::byte* scratch;    // [num_threads, scratch_bytes]
   size_t scratch_bytes;  // of one thread
   size_t bytes;
-  int64_t num_tiles;     // B * H * Tm
+  int64_t num_tiles;  // B * H * Tm
 
   // Where a lane keeps its part of a dQ tile.
   int64_t lane_tile(int64_t lane, int64_t tile) const { return lane * num_tiles + tile; }
@@ -181,8 +181,7 @@ class Column {
 
     // (1)
     product<Compute>({scratch_.key_transposed, kKeyTile}, {scratch_.query, 1, padded_dim_},
-                     {scratch_.probs, kKeyTile}, keys_.size(), rows.size(), head_dim,
-                     Into::kStore);
+                     {scratch_.probs, kKeyTile}, keys_.size(), rows.size(), head_dim, Into::kStore);
 
     // (2)
     for (int64_t i = 0; i < rows.size(); ++i) {
@@ -282,8 +281,7 @@ void finish_query_tile(const Problem& problem, const BackwardArgs& args, const M
   if (first < 0) {
     grad_query.setZero();
   } else {
-    grad_query =
-        (part_of(first) * static_cast<Compute>(problem.scale)).template cast<Element>();
+    grad_query = (part_of(first) * static_cast<Compute>(problem.scale)).template cast<Element>();
   }
 }
 

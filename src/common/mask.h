@@ -87,10 +87,13 @@ struct Mask {
     return clamp(key_tile * kKeyTile, (key_tile + 1) * kKeyTile, key_length);
   }
 
+  BACKLITE_HOST_DEVICE constexpr Range key_tiles_of_rows(Range rows) const {
+    return tiles(keys_of_rows(rows.begin, rows.end), kKeyTile);
+  }
+
   // The key tiles in which query tile m sees at least one key: the tiles that the mask allows.
   BACKLITE_HOST_DEVICE constexpr Range key_tiles(int64_t query_tile) const {
-    const Range rows = rows_of_tile(query_tile);
-    return tiles(keys_of_rows(rows.begin, rows.end), kKeyTile);
+    return key_tiles_of_rows(rows_of_tile(query_tile));
   }
 
   // The same set, read by column: the query tiles that see at least one key of key tile n.
@@ -103,7 +106,8 @@ struct Mask {
   BACKLITE_HOST_DEVICE constexpr bool is_full(int64_t query_tile, int64_t key_tile) const {
     const Range rows = rows_of_tile(query_tile);
     const Range keys = keys_of_tile(key_tile);
-    return rows.end - 1 + offset - left <= keys.begin && keys.end - 1 <= rows.begin + offset + right;
+    return rows.end - 1 + offset - left <= keys.begin &&
+           keys.end - 1 <= rows.begin + offset + right;
   }
 
  private:

@@ -8,9 +8,10 @@ namespace backlite::forward_sm90 {
 
 struct ForwardConfig {
   int head_dim;
-  int num_consumers;       // warpgroups that compute, each on 64 query rows
-  int block_keys;          // keys of a tile
-  int num_stages;          // of K, and of V
+  int num_consumers;  // warpgroups that compute, each on 64 query rows
+  int block_keys;     // keys of a tile
+  int key_stages;
+  int value_stages;
   int consumer_registers;  // a thread, after the warpgroups have traded
   int producer_registers;
 
@@ -23,11 +24,13 @@ struct ForwardConfig {
   }
 };
 
-// Two consumers: S 64, P 32 and O 64 registers a thread leave no room for a third.
+// Two consumers: S 64, P 32 and O 64 registers a thread leave no room for a third. K is kept until
+// its softmax is done (it may be needed again), hence its extra stage.
 inline constexpr ForwardConfig kD128{.head_dim = 128,
                                      .num_consumers = 2,
                                      .block_keys = 128,
-                                     .num_stages = 2,
+                                     .key_stages = 3,
+                                     .value_stages = 2,
                                      .consumer_registers = 240,
                                      .producer_registers = 24};
 
@@ -35,7 +38,8 @@ inline constexpr ForwardConfig kD128{.head_dim = 128,
 inline constexpr ForwardConfig kD64{.head_dim = 64,
                                     .num_consumers = 3,
                                     .block_keys = 128,
-                                    .num_stages = 3,
+                                    .key_stages = 4,
+                                    .value_stages = 3,
                                     .consumer_registers = 160,
                                     .producer_registers = 32};
 

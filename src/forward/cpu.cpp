@@ -14,7 +14,7 @@
 // the work of (3).
 #include "forward/cpu.h"
 
-#include <cmath>
+#include <algorithm>
 #include <limits>
 
 #include "common/mask.h"
@@ -33,7 +33,7 @@ constexpr int64_t kBlockTiles = 3;
 constexpr int64_t kBlockRows = kBlockTiles * kQueryTile;
 
 template <typename Compute>
-struct Scratch {  // of one thread
+struct Scratch {       // of one thread
   Compute* query;      // [D, 192], scaled
   Compute* scores;     // [128, 192]: S, then P; a key's queries are contiguous
   Compute* out;        // [D, 192], likewise
@@ -107,16 +107,16 @@ class Block {
         out_(scratch.out, problem.head_dim, rows_.size(), Eigen::OuterStride<>(kBlockRows)) {}
 
   void run() {
-    load_transposed<Element>(rows_of<Element>(args_.query, batch_, head_, rows_.begin,
-                                              rows_.size(), problem_.head_dim),
-                             scratch_.query, kBlockRows);
+    load_transposed<Element>(
+        rows_of<Element>(args_.query, batch_, head_, rows_.begin, rows_.size(), problem_.head_dim),
+        scratch_.query, kBlockRows);
     query_ *= static_cast<Compute>(problem_.scale);
     out_.setZero();
     row_vector(scratch_.row_max, rows_).setConstant(kMinusInf);
     row_vector(scratch_.row_sum, rows_).setZero();
 
-    const Range keys = mask_.keys_of_rows(rows_.begin, rows_.end);
-    for (int64_t n = keys.begin / kKeyTile; n * kKeyTile < keys.end; ++n) visit_key_tile(n);
+    const Range key_tiles = mask_.key_tiles_of_rows(rows_);
+    for (int64_t n = key_tiles.begin; n < key_tiles.end; ++n) visit_key_tile(n);
     store();
     if (args_.tile_stats != nullptr) {
       for (int64_t m = tiles_.begin; m < tiles_.end; ++m) store_tile_stats(m);
@@ -207,14 +207,15 @@ class Block {
     }
   }
 
-  // (5) From here on row_sum holds 1 / l, or 0 for a row that saw no key.
+  // (5) A row saw a key iff its sum is not 0 (at its maximum P = 1): a NaN counts as seen, and stays.
   void store() {
     const auto row_max = row_vector(scratch_.row_max, rows_);
-    auto row_sum = row_vector(scratch_.row_sum, rows_);
-    const auto has_keys = row_max > kMinusInf;
+    const auto row_sum = row_vector(scratch_.row_sum, rows_);
+    auto inverse_sum = row_vector(scratch_.alpha, rows_);
+    const auto has_keys = row_sum != Compute{0};
     lse(rows_) = has_keys.select(row_max + row_sum.log(), kMinusInf);
-    row_sum = has_keys.select(row_sum.inverse(), Compute{0});
-    out_.array().rowwise() *= row_sum.transpose();
+    inverse_sum = has_keys.select(row_sum.inverse(), Compute{0});
+    out_.array().rowwise() *= inverse_sum.transpose();
     rows_of<Element>(args_.out, batch_, head_, rows_.begin, rows_.size(), problem_.head_dim) =
         out_.transpose().template cast<Element>();
   }
@@ -228,14 +229,13 @@ class Block {
     std::fill(stats, stats + num_tiles, 0.0f);
     const Range rows = mask_.rows_of_tile(m);
     const Range tiles = mask_.key_tiles(m);
-    const auto has_keys = row_vector(scratch_.row_max, rows) > kMinusInf;
+    const auto has_keys = lse(rows) != kMinusInf;
     const int64_t num_rows_with_keys = has_keys.count();
     for (int64_t n = tiles.begin; n < tiles.end; ++n) {
       const auto reference = row_vector(scratch_.reference + n * kBlockRows, rows);
       const auto tile_mass = row_vector(scratch_.tile_mass + n * kBlockRows, rows);
       const auto row_mass = tile_mass * (reference - lse(rows)).exp();
-      stats[n] =
-          tile_score_mean(has_keys.select(row_mass, Compute{0}).sum(), num_rows_with_keys);
+      stats[n] = tile_score_mean(has_keys.select(row_mass, Compute{0}).sum(), num_rows_with_keys);
     }
   }
 
@@ -275,11 +275,10 @@ void forward_all(const Problem& problem, const ForwardArgs& args, const Executio
     const Range keys = mask.keys_of_tile(index % key_tiles);
     const int64_t first = (head_idx * workspace.rows_per_head + keys.begin) * problem.head_dim;
     const auto copy = [&](const ConstTensor& tensor, Compute* to) {
-      load<Element>(
-          rows_of<Element>(tensor, head_idx / problem.num_key_heads,
-                           head_idx % problem.num_key_heads, keys.begin, keys.size(),
-                           problem.head_dim),
-          to + first, problem.head_dim);
+      load<Element>(rows_of<Element>(tensor, head_idx / problem.num_key_heads,
+                                     head_idx % problem.num_key_heads, keys.begin, keys.size(),
+                                     problem.head_dim),
+                    to + first, problem.head_dim);
     };
     copy(args.key, workspace.key);
     copy(args.value, workspace.value);

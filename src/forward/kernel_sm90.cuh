@@ -8,21 +8,18 @@
 //     (1) S = Q K^T                 of tile n     issued together, in turns: while one warpgroup's
 //     (2) O = O + P V               of tile n+1   products run, another one is at (3)
 //     (3) P = exp2(c S - reference), l = l + rowsum P            c = scale * log2(e)
-//     (4) O = O * alpha, if a reference grew
+//     (4) O = O * alpha             if a reference grew, which is rare: softmax_sm90.cuh
 //   and after the first tile
 //     (5) O = O / l    LSE = (reference + log2 l) * ln 2
-//
-// The reference of a row is a whole number not far below the row's largest c S: it grows only when
-// it would otherwise be exceeded by more than kReferenceSlack, so (4) almost never runs, and all
-// four lanes that share a row need to exchange maxima only then. 2^-reference cancels in (5).
 #pragma once
 
 #include <cstdint>
-#include <cuda/std/limits>
+#include <type_traits>
 
 #include "common/mask.h"
 #include "forward/config_sm90.h"
 #include "forward/params_sm90.h"
+#include "forward/softmax_sm90.cuh"
 #include "forward/tile_stats_sm90.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/layout.h"
@@ -33,7 +30,6 @@
 namespace backlite::forward_sm90 {
 
 inline constexpr int kQuerySlots = 2;
-inline constexpr float kReferenceSlack = 8.0f;  // P stays below 2^8, far from float16's 2^16
 
 // Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
 inline constexpr int kMaxConsumers = 3;
@@ -47,16 +43,15 @@ static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
 template <typename Config, typename Element>
 struct alignas(sm90::kTileAlignment) SharedMemory {
   static constexpr ForwardConfig kConfig = Config::kConfig;
-  static constexpr int kStages = kConfig.num_stages;
   // The rows of one consumer. The finished O leaves through the place of its own Q.
   Element query[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows * kConfig.head_dim];
-  Element key[kStages][kConfig.block_keys * kConfig.head_dim];
-  Element value[kStages][kConfig.block_keys * kConfig.head_dim];
+  Element key[kConfig.key_stages][kConfig.block_keys * kConfig.head_dim];
+  Element value[kConfig.value_stages][kConfig.block_keys * kConfig.head_dim];
   float inverse_sums[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows];  // 1 / l, 0 without keys
   WorkItem item[kQuerySlots];                                              // travels with Q
   sm90::Barrier query_full[kQuerySlots], query_empty[kQuerySlots];
-  sm90::Barrier key_full[kStages], key_empty[kStages];
-  sm90::Barrier value_full[kStages], value_empty[kStages];
+  sm90::Barrier key_full[kConfig.key_stages], key_empty[kConfig.key_stages];
+  sm90::Barrier value_full[kConfig.value_stages], value_empty[kConfig.value_stages];
   sm90::Barrier sums_full[kQuerySlots][kConfig.num_consumers];
 };
 
@@ -107,7 +102,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
   static_assert(kConsumers <= kMaxConsumers, "Named barriers are counted for three");
   static_assert(!kRecord || kKeys == kKeyTile, "Statistics are of tiles of 128 keys");
   static_assert(sizeof(SharedMemory<Config, Element>) <= 232448, "227 KiB a block");
-  using KeyRing = sm90::Ring<kConfig.num_stages>;
+  using KeyRing = sm90::Ring<kConfig.key_stages>;
+  using ValueRing = sm90::Ring<kConfig.value_stages>;
   using QueryRing = sm90::Ring<kQuerySlots>;
 
   extern __shared__ __align__(sm90::kTileAlignment) unsigned char shared_bytes[];
@@ -127,9 +123,11 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       shared.query_empty[i].init(kRecord ? 2 * kConsumers : kConsumers);
       for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(4);
     }
-    for (int i = 0; i < kConfig.num_stages; ++i) {
+    for (int i = 0; i < kConfig.key_stages; ++i) {
       shared.key_full[i].init(1);
       shared.key_empty[i].init(kConsumerWarps);
+    }
+    for (int i = 0; i < kConfig.value_stages; ++i) {
       shared.value_full[i].init(1);
       shared.value_empty[i].init(kConsumerWarps);
     }
@@ -143,7 +141,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     // ---- Producer: one thread ------------------------------------------------------------------
     if (warp == 0 && lane == 0) {
       QueryRing slot;
-      KeyRing key_stage, value_stage;
+      KeyRing key_stage;
+      ValueRing value_stage;
       const auto load_tile = [&](Element* tile, const CUtensorMap& map, sm90::Barrier& full,
                                  int tile_idx, const WorkItem& item) {
         full.arrive_and_expect(kKeyBytes);
@@ -239,7 +238,6 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     const int my_turn = kTurn + consumer;
     const int next_turn = kTurn + (consumer + 1 == kConsumers ? 0 : consumer + 1);
     constexpr int kTurnThreads = 2 * sm90::kWarpgroupThreads;  // who waits, and who passes
-    constexpr float kMinusInf = -cuda::std::numeric_limits<float>::infinity();
     const float scale_log2 = params.scale_log2;
 
     using ProductS = sm90::Wgmma<Element, kKeys>;
@@ -251,14 +249,15 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     if (consumer == kConsumers - 1) sm90::named_barrier_arrive(next_turn, kTurnThreads);
 
     QueryRing slot;
-    KeyRing key_stage, value_stage;
+    KeyRing key_stage;
+    ValueRing value_stage;
     bool has_stored = false;  // this thread's O is on its way out of the previous slot
     for (;; slot.advance()) {
       shared.query_full[slot.stage].wait(slot.parity);
-      const WorkItem item = shared.item[slot.stage];
-      if (item.block < 0) break;
-      const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
-      const int row_begin = item.block * kConfig.block_rows() + consumer * sm90::kMmaRows;
+      const int block = shared.item[slot.stage].block;
+      if (block < 0) break;
+      const TileRange tiles = tiles_of_block<Config>(params.mask, block);
+      const int row_begin = block * kConfig.block_rows() + consumer * sm90::kMmaRows;
       TileRange unmasked = unmasked_tiles<Config>(params.mask, row_begin);
       if (params.score_sign < 0.0f) unmasked.end = 0;
 
@@ -271,12 +270,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
             thread;
       }
 
-      // Of the two rows of this thread. `sum` covers the thread's own columns until (5).
-      float reference[2] = {kMinusInf, kMinusInf};
-      float limit[2] = {kMinusInf, kMinusInf};  // S above it makes the reference grow
-      float sum[2] = {0.0f, 0.0f};
-      float alpha[2] = {1.0f, 1.0f};
-      bool has_grown = false;
+      Rows rows;
 
       // (1)
       Element* query = shared.query[slot.stage][consumer];
@@ -294,8 +288,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       };
 
       // (2)
-      int has_out = 0;
-      const auto issue_out = [&] {
+      const auto issue_out = [&](bool has_out) {
         const uint32_t value_operand =
             sm90::descriptor_low(sm90::shared_address(shared.value[value_stage.stage]),
                                  kKeyBlockElements * sizeof(Element));
@@ -303,82 +296,48 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         for (int k = 0; k < kKeys / sm90::kMmaDepth; ++k) {
           ProductO::template with_register_a<true>(
               out, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
-              value_operand + sm90::step_along_rows(k), k > 0 ? 1 : has_out);
+              value_operand + sm90::step_along_rows(k), k > 0 || has_out);
         }
         sm90::wgmma_commit();
-        has_out = 1;
       };
 
-      const auto release = [&](sm90::Barrier* empty, KeyRing& stage) {
+      const auto release = [&](sm90::Barrier* empty, auto& stage) {
         if (lane == 0) empty[stage.stage].arrive();
         stage.advance();
       };
 
-      // (3), in place: `scores` holds exp2 afterwards, not yet rounded.
-      const auto mask_scores = [&](int n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Range keys =
-              params.mask.keys_of_row(row_begin + sm90::fragment_row(thread, 2 * half));
-          const int64_t first = keys.begin - static_cast<int64_t>(n) * kKeys;
-          const int begin = static_cast<int>(first < 0 ? 0 : first > kKeys ? kKeys : first);
-          const int64_t last = keys.end - static_cast<int64_t>(n) * kKeys;
-          const int end = static_cast<int>(last < begin ? begin : last > kKeys ? kKeys : last);
-          const uint32_t visible = end - begin;
-          const int column = sm90::fragment_column(thread, 0) - begin;
-#pragma unroll
-          for (int i = 0; i < kKeys / 4; ++i) {
-            const int element = 4 * (i / 2) + 2 * half + i % 2;
-            const bool sees =
-                static_cast<uint32_t>(column + sm90::fragment_column(0, element)) < visible;
-            scores[element] = sees ? scores[element] * params.score_sign : kMinusInf;
+      // (3), in place: `scores` holds P afterwards, not yet rounded. K must still be there.
+      const auto softmax = [&]<bool kFirst>(int n, std::bool_constant<kFirst>) {
+        const auto mask_tile = [&] {
+          mask_scores<kKeys>(scores, params.mask, row_begin, n * kKeys, params.score_sign, thread);
+        };
+        const bool is_masked = n < unmasked.begin || n >= unmasked.end;
+        rows.has_grown = false;
+        float mass[2];
+        for (bool is_retry = false;; is_retry = true) {
+          if (is_retry) {
+            sm90::wgmma_wait<0>();  // (2) is done with `probs`: registers for the products to come
+            recompute_scores<kD, kKeys>(scores, query, shared.key[key_stage.stage], thread);
+          }
+          if (is_retry || is_masked) mask_tile();
+          if (kFirst || is_retry || !rows.has_begun) raise_references(scores, rows, scale_log2);
+          exponentiate(scores, rows, scale_log2, mass);
+          if (kFirst || is_retry || !has_overflown(mass, kMaxMass<Element>)) break;
+          if (!has_overflown(mass, kFiniteMass)) {
+            lower_probs(scores, rows, mass);
+            break;
           }
         }
-      };
-      const auto grow_references = [&](int tiles_done) {
-        float top[2] = {scores[0], scores[2]};
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
-        has_grown = __any_sync(0xffffffff, top[0] > limit[0] || top[1] > limit[1]);
-        if (has_grown) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
-            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
-            const float grown = fmaxf(reference[half], ceilf(top[half] * scale_log2));
-            alpha[half] = grown == reference[half] ? 1.0f : exp2f(reference[half] - grown);
-            reference[half] = grown;
-            limit[half] = (grown + kReferenceSlack) / scale_log2;
-            sum[half] *= alpha[half];
-          }
-          if constexpr (kRecord) {
-            if (alpha[0] != 1.0f || alpha[1] != 1.0f) {
-              rescale_row_masses(row_masses, tiles_done, alpha[0], alpha[1]);
-            }
-          }
-        }
-      };
-      const auto exponentiate = [&](int tiles_done) {
-        // A row that has seen no key yet is measured against 0: exp2(-inf - 0) = 0.
-        const float shift[2] = {reference[0] == kMinusInf ? 0.0f : reference[0],
-                                reference[1] == kMinusInf ? 0.0f : reference[1]};
-        float tile_sum[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          scores[i] = sm90::exp2_approx(fmaf(scores[i], scale_log2, -shift[i / 2 % 2]));
-          tile_sum[i / 2 % 2] += scores[i];
-        }
-        sum[0] += tile_sum[0];
-        sum[1] += tile_sum[1];
+        rows.sum[0] += mass[0];
+        rows.sum[1] += mass[1];
         if constexpr (kRecord) {
+          const int tiles_done = tiles.end - 1 - n;
+          if (rows.has_grown) {
+            rescale_row_masses(row_masses, tiles_done, rows.alpha[0], rows.alpha[1]);
+          }
           row_masses[tiles_done * sm90::kWarpgroupThreads] =
-              sm90::pack<sm90::BFloat16>(tile_sum[0], tile_sum[1]);
+              sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
         }
-      };
-      const auto softmax = [&](int n) {
-        if (n < unmasked.begin || n >= unmasked.end) mask_scores(n);
-        grow_references(tiles.end - 1 - n);
-        exponentiate(tiles.end - 1 - n);
       };
       const auto round_probs = [&] {
 #pragma unroll
@@ -403,8 +362,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         release_query();
         sm90::wgmma_wait<0>();
         sm90::pin(scores);
+        softmax(tiles.end - 1, std::true_type{});
         release(shared.key_empty, key_stage);
-        softmax(tiles.end - 1);
         round_probs();
 
 #pragma unroll 1
@@ -415,27 +374,27 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           issue_scores();
           shared.value_full[value_stage.stage].wait(value_stage.parity);
           sm90::wgmma_fence();
-          issue_out();
+          issue_out(n + 2 < tiles.end);
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
           sm90::wgmma_wait<1>();
           sm90::pin(scores);
-          release(shared.key_empty, key_stage);
-          softmax(n);
+          softmax(n, std::false_type{});
           sm90::pin(scores);
+          release(shared.key_empty, key_stage);
           sm90::wgmma_wait<0>();
           sm90::pin(out);
-          sm90::pin(probs);
+          sm90::pin(scores);
           release(shared.value_empty, value_stage);
-          if (has_grown) {  // (4)
+          if (rows.has_grown) {  // (4)
 #pragma unroll
-            for (int i = 0; i < kD / 2; ++i) out[i] *= alpha[i / 2 % 2];
+            for (int i = 0; i < kD / 2; ++i) out[i] *= rows.alpha[i / 2 % 2];
           }
           round_probs();
         }
 
         shared.value_full[value_stage.stage].wait(value_stage.parity);
         sm90::wgmma_fence();
-        issue_out();
+        issue_out(tiles.begin + 1 < tiles.end);
         sm90::wgmma_wait<0>();
         sm90::pin(out);
         release(shared.value_empty, value_stage);
@@ -448,21 +407,23 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       // (5)
       constexpr float kLn2 = 0.693147180559945f;
       float inverse[2];
+      const WorkItem item = shared.item[slot.stage];
       const int64_t batch_head =
           static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
-        sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
-        const bool has_keys = reference[half] != kMinusInf;
-        inverse[half] = has_keys ? 1.0f / sum[half] : 0.0f;
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(kAllLanes, sum, 1);
+        sum += __shfl_xor_sync(kAllLanes, sum, 2);
+        const bool has_keys = rows.reference[half] != kMinusInf;
+        inverse[half] = has_keys ? 1.0f / sum : 0.0f;
         const int row_in_tile = sm90::fragment_row(thread, 2 * half);
         const int row = row_begin + row_in_tile;
         if (lane % 4 == 0) {
           const bool exists = row < params.mask.query_length;
           if (exists) {
             params.lse[batch_head * params.mask.query_length + row] =
-                has_keys ? (reference[half] + log2f(sum[half])) * kLn2 : kMinusInf;
+                has_keys ? (rows.reference[half] + log2f(sum)) * kLn2 : kMinusInf;
           }
           if constexpr (kRecord) {
             shared.inverse_sums[slot.stage][consumer][row_in_tile] = exists ? inverse[half] : 0.0f;

@@ -17,7 +17,7 @@
 
 #include <cstdint>
 
-#include "forward/params_sm90.h"
+#include "forward/softmax_sm90.cuh"
 #include "forward/tile_score.h"
 #include "sm90/barrier.cuh"
 #include "sm90/layout.h"
@@ -28,6 +28,7 @@ namespace backlite::forward_sm90 {
 // Brings this thread's words of `count` tiles to references that grew by 1 / alpha.
 __device__ __forceinline__ void rescale_row_masses(uint32_t* words, int count, float alpha0,
                                                    float alpha1) {
+  if (alpha0 == 1.0f && alpha1 == 1.0f) return;
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     uint32_t& word = words[n * sm90::kWarpgroupThreads];
@@ -43,7 +44,6 @@ __device__ __forceinline__ void reduce_tile_stats(const uint32_t* words, const f
                                                   float* stats, int tile_begin, int tile_end,
                                                   int num_tiles) {
   constexpr int kWarps = sm90::kWarpgroupThreads / sm90::kWarpSize;
-  constexpr uint32_t kAllLanes = 0xffffffff;
   const int lane = threadIdx.x % sm90::kWarpSize;
 
   // Weights of the rows whose words this lane reads: of lane `lane` of each consumer warp.

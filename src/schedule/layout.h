@@ -33,10 +33,10 @@ struct ScheduleLayout {
   int64_t num_lanes;    // batch * num_key_heads * lanes_per_head
   int32_t* lane_order;  // [num_lanes]: lanes, the most live tiles first
   int64_t* lane_begin;  // [num_lanes + 1]: items of lane i are [lane_begin[i], lane_begin[i + 1])
-  WorkItem* items;      // [B * Hk * Tn], lane by lane; columns without a live tile too (dK = dV = 0)
-  WorkItem* sorted;     // [Tn]: scratch of schedule()
-  int64_t* lane_load;   // [num_lanes]: live tiles of each lane
-  int32_t* lane_of;     // [Tn]: scratch of schedule()
+  WorkItem* items;     // [B * Hk * Tn], lane by lane; columns without a live tile too (dK = dV = 0)
+  WorkItem* sorted;    // [Tn]: scratch of schedule()
+  int64_t* lane_load;  // [num_lanes]: live tiles of each lane
+  int32_t* lane_of;    // [Tn]: scratch of schedule()
   size_t bytes;
 
   ScheduleLayout(const Problem& problem, void* base) {
