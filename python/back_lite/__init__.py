@@ -1,5 +1,12 @@
 """Attention with an exact forward and a backward that skips negligible tiles."""
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "back_lite needs PyTorch 2.2 or newer: https://pytorch.org/get-started", name="torch"
+    ) from error
+
 from . import ops
 from ._library import version as __version__
 from .attention import BackLite, attention
