@@ -337,8 +337,9 @@ def main() -> None:
 
     start = time.perf_counter()
     load = os.getloadavg()[0]
-    machine = describe()
-    print(", ".join(f"{name} {value}" for name, value in machine.items() if value is not None))
+    described = describe()
+    for facts in described.values():
+        print(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
     if load > 0.5:
         print(f"The load average is {load:.1f}: other programs disturb what is measured.")
     print(HEADER)
@@ -355,7 +356,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "command": shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
-        "machine": machine,
+        **described,
         "load_average": load,
         "seconds": seconds,
         "rows": [result.as_json() for result in rows],

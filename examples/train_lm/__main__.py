@@ -17,7 +17,6 @@ import statistics
 import sysconfig
 import time
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import back_lite
@@ -27,15 +26,14 @@ from back_lite import BackLite
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.timing import alternate, median_ratio
-
 from . import plots, report
-from .report import History, LayerReport, Result
+from .compare import compare_layer, record_calls
+from .report import History, Result
 
 HELP = "Trains a small language model with exact and with sparse gradients, and compares."
 LAYERS, WIDTH, HEADS = 4, 256, 4  # heads of 64
 PEAK_LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
-VALIDATE_EVERY, VALIDATION_WINDOWS, FINAL_WINDOWS = 25, 4, 32
+VALIDATE_EVERY, VALIDATION_WINDOWS = 30, 10
 NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib"}
 
 
@@ -117,7 +115,8 @@ class LanguageModel(nn.Module):
         x = self.embed(text[:, :-1])
         for block in self.blocks:
             x = block(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
+        logits: Tensor = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
 # ------------------------------------------------------------------------------------ training
@@ -143,21 +142,22 @@ class Run:
         self.optimizer.zero_grad()
         self.history.train_loss.append(loss.item())  # waits for the device: the time is whole
         self.history.step_seconds.append(time.perf_counter() - start)
-        self.history.skipped.append(
-            [1 - (attention.last_density or 0) for attention in self.model.attentions()]
-        )
+        densities = [attention.last_density or 0.0 for attention in self.model.attentions()]
+        self.history.skipped.append([1.0 - density for density in densities])
 
     @torch.no_grad()
-    def validate(self, text: Tensor) -> float:
-        return statistics.fmean(self.model(window[None]).item() for window in text)
+    def validate(self, text: Tensor) -> None:
+        self.history.validation.append((len(self.history.train_loss), self.model(text).item()))
 
 
 def train(args: argparse.Namespace) -> tuple[dict[str, Run], Tensor]:
-    """Trains both models in turns. Returns them and the windows of the final validation."""
+    """Trains both models in turns. Returns them and the text of the validation."""
     train_text, validation_text = load_text()
-    starts = torch.linspace(0, len(validation_text) - args.context - 2, FINAL_WINDOWS).long()
+    last = len(validation_text) - args.context - 1
+    if last < 0:
+        raise SystemExit(f"--context {args.context}: at most {len(validation_text) - 1} bytes")
+    starts = torch.linspace(0, last, VALIDATION_WINDOWS).long()
     validation = windows(validation_text, starts, args.context, args.device)
-    some = validation[:: FINAL_WINDOWS // VALIDATION_WINDOWS]
     runs = {
         "exact": Run(0.0, args.seed, args.device),
         "sparse": Run(args.negl_prob, args.seed, args.device),
@@ -172,79 +172,12 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Run], Tensor]:
         for run in runs.values():
             run.step(text, learning_rate)
             if (step + 1) % VALIDATE_EVERY == 0 or step + 1 == args.steps:
-                run.history.validation.append((step + 1, run.validate(some)))
+                run.validate(validation)
         bar.set_postfix(
             {name: f"{run.history.train_loss[-1]:.3f}" for name, run in runs.items()}
             | {"skipped": f"{statistics.fmean(runs['sparse'].history.skipped[-1]):.0%}"}
         )
-    for run in runs.values():
-        run.history.final_loss = run.validate(validation)
     return runs, validation
-
-
-# ----------------------------------------------------------------------------------- comparing
-
-
-@dataclass
-class Call:
-    """What one layer's attention was given in a training step."""
-
-    query: Tensor  # [B, S, H, D], as key, value and grad_out
-    key: Tensor
-    value: Tensor
-    grad_out: Tensor = field(init=False)
-
-
-def record_calls(model: LanguageModel, text: Tensor) -> list[Call]:
-    """One forward and backward pass; nothing is trained."""
-    calls: list[Call] = []
-
-    def remember(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-        call = Call(*(t.detach() for t in inputs))
-        out.register_hook(lambda grad: setattr(call, "grad_out", grad))
-        calls.append(call)
-
-    hooks = [attention.register_forward_hook(remember) for attention in model.attentions()]
-    model(text).backward()
-    model.zero_grad()
-    for hook in hooks:
-        hook.remove()
-    return calls
-
-
-def compare_layer(call: Call, negl_prob: float) -> tuple[LayerReport, plots.Tiles]:
-    """Exact and sparse backward on the same tensors."""
-    tensors = call.query, call.key, call.value
-    length = call.query.shape[1]
-    out, lse, stats = back_lite.ops.forward(*tensors, causal=True, record=True)
-    assert stats is not None
-    bits = back_lite.ops.select(
-        stats, negl_prob, query_length=length, key_length=length, causal=True
-    )
-
-    def backward(tile_bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return back_lite.ops.backward(call.grad_out, *tensors, out, lse, tile_bits, causal=True)
-
-    times = alternate(
-        {"exact": lambda: backward(None), "sparse": lambda: backward(bits)},
-        rounds=15,
-        synchronize=torch.cuda.synchronize if out.is_cuda else lambda: None,
-    )
-    errors, cosines = {}, {}
-    for name, exact, sparse in zip(("dQ", "dK", "dV"), backward(None), backward(bits), strict=True):
-        exact, sparse = exact.double().flatten(), sparse.double().flatten()
-        errors[name] = ((sparse - exact).norm() / exact.norm()).item()
-        cosines[name] = F.cosine_similarity(exact, sparse, dim=0).item()
-    allowed = back_lite.mask_tiles(length, length, causal=True)
-    live = back_lite.unpack_tiles(bits, allowed.shape[0]).cpu()
-    return LayerReport(
-        density=live.sum().item() / allowed.expand_as(live).sum().item(),
-        cosine=cosines,
-        relative_l2=errors,
-        exact_ms=1e3 * times["exact"].median,
-        sparse_ms=1e3 * times["sparse"].median,
-        speedup=median_ratio(times["exact"], times["sparse"]),
-    ), plots.Tiles(stats[0].cpu().numpy(), live[0].numpy(), allowed.numpy())
 
 
 # ---------------------------------------------------------------------------------------- main
@@ -253,9 +186,10 @@ def compare_layer(call: Call, negl_prob: float) -> tuple[LayerReport, plots.Tile
 def default_device() -> str:
     """cuda where back_lite has kernels for it."""
     if torch.cuda.is_available():
+        shape = 1, 1, 1, WIDTH // HEADS
+        probe = torch.ones(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         try:
-            probe = torch.zeros(1, 1, 1, WIDTH // HEADS, device="cuda", dtype=torch.bfloat16)
-            back_lite.attention(probe, probe, probe)
+            back_lite.attention(probe, probe, probe, 0.5, causal=True).sum().backward()
             return "cuda"
         except NotImplementedError as reason:
             print(f"Using the CPU: {reason}")
@@ -279,6 +213,8 @@ def parse_arguments() -> argparse.Namespace:
     if args.steps < 1 or args.context < 1 or not 0 <= args.negl_prob < 1:
         parser.error("need --steps >= 1, --context >= 1 and --negl-prob in [0, 1)")
     args.device = args.device or default_device()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: this torch sees no GPU")
     return args
 
 
@@ -298,7 +234,7 @@ def main() -> None:
     plots.draw_all(result, tiles, args.out)
     report.write_json(result, args.out / "results.json")
     report.print_tables(result)
-    print(f"\nPictures and numbers: {args.out}/")
+    print(f"\nTook {result.seconds:.0f} s. Pictures and numbers are in {args.out}/")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import back_lite
-import torch
+from benchmarks.machine import describe
 
 GRADIENTS = ("dQ", "dK", "dV")
 
@@ -25,7 +22,6 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
     skipped: list[list[float]] = field(default_factory=list)  # [step][layer], share of the tiles
     validation: list[tuple[int, float]] = field(default_factory=list)  # (step, nats per byte)
-    final_loss: float = float("nan")  # validation loss after the last step, over more text
 
 
 @dataclass
@@ -51,9 +47,8 @@ class Result:
 def print_tables(result: Result) -> None:
     exact, sparse = result.runs["exact"], result.runs["sparse"]
     print("\nBoth trainings          exact    sparse")
-    print(
-        f"  validation loss     {exact.final_loss:7.4f}   {sparse.final_loss:7.4f}   nats per byte"
-    )
+    losses = [run.validation[-1][1] for run in (exact, sparse)]
+    print(f"  validation loss     {losses[0]:7.4f}   {losses[1]:7.4f}   nats per byte")
     seconds = [statistics.median(run.step_seconds) for run in (exact, sparse)]
     print(f"  training step       {seconds[0]:7.3f}   {seconds[1]:7.3f}   s, median")
 
@@ -80,28 +75,6 @@ def print_tables(result: Result) -> None:
 
 
 def write_json(result: Result, path: Path) -> None:
-    content = {
-        "command": shlex.join(["python", "-m", "examples.train_lm", *sys.argv[1:]]),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "back_lite": back_lite.__version__,
-        },
-        "machine": machine(),
-        **asdict(result),
-    }
+    command = shlex.join(["python", "-m", "examples.train_lm", *sys.argv[1:]])
+    content = {"command": command, **describe(), **asdict(result)}
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def machine() -> dict[str, object]:
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-    }
