@@ -26,8 +26,8 @@
 #include "backward/launch_sm90.h"
 #include "common/mask.h"
 #include "forward/launch_sm90.h"
-#include "schedule/layout_sm90.h"
 #include "schedule/launch_sm90.h"
+#include "schedule/layout_sm90.h"
 #include "select/launch_sm90.h"
 #include "sm90/math.cuh"
 
@@ -122,8 +122,7 @@ __global__ void reference_forward(Reference<T> r) {
   for (int pass = 0; pass < 2; ++pass) {
     for (int64_t begin = range.begin; begin < range.end; begin += kRowThreads) {
       const int64_t j = begin + t;
-      const double s =
-          j < range.end ? r.dot(query, r.k_row(r.k, b, hk, j)) * p.scale : -INFINITY;
+      const double s = j < range.end ? r.dot(query, r.k_row(r.k, b, hk, j)) * p.scale : -INFINITY;
       __syncthreads();
       probs[t] = pass == 0 ? s : exp(s - top);
       __syncthreads();
@@ -378,8 +377,8 @@ double error_of(const T* device, int64_t count, const View& view, const double* 
   const auto want = to_host(reference, batch * heads * length * head_dim);
   double error2 = 0, norm2 = 0;
   for (int64_t r = 0; r < batch * heads * length; ++r) {
-    const int64_t at = r / length / heads * view.batch + r % length * view.length +
-                       r / length % heads * view.head;
+    const int64_t at =
+        r / length / heads * view.batch + r % length * view.length + r / length % heads * view.head;
     for (int64_t d = 0; d < head_dim; ++d) {
       const double x = want[r * head_dim + d];
       error2 += std::pow(float(got[at + d]) - x, 2);
@@ -576,14 +575,10 @@ bool check_select(const SelectCase& c) {
 }
 
 const SelectCase kSelectCases[] = {
-    {"one tile", 6, 64, 128, false, 1000},
-    {"8k causal", 6, 8192, 8192, true, 1 << 30},
-    {"8k ties", 6, 8192, 8192, false, 3},
-    {"all equal", 6, 1000, 5000, false, 1},
-    {"32k", 6, 4096, 32768, false, 1 << 30},
-    {"odd", 7, 3001, 20001, true, 50},
-    {"200k", 6, 640, 200000, false, 1 << 20},
-    {"2M", 6, 128, 2097152, false, 1 << 20},
+    {"one tile", 6, 64, 128, false, 1000},    {"8k causal", 6, 8192, 8192, true, 1 << 30},
+    {"8k ties", 6, 8192, 8192, false, 3},     {"all equal", 6, 1000, 5000, false, 1},
+    {"32k", 6, 4096, 32768, false, 1 << 30},  {"odd", 7, 3001, 20001, true, 50},
+    {"200k", 6, 640, 200000, false, 1 << 20}, {"2M", 6, 128, 2097152, false, 1 << 20},
 };
 
 // ---- Times -------------------------------------------------------------------------------------
@@ -642,8 +637,8 @@ void time_dense(int64_t head_dim, int64_t length, bool causal) {
   data.forward();
   data.launch_schedule();
   const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
-  std::printf("DENSE d%lld S%lld %s: %.4f ms %.1f TFLOP/s, schedule %.4f ms\n",
-              (long long)head_dim, (long long)length, causal ? "causal" : "full", ms[0],
+  std::printf("DENSE d%lld S%lld %s: %.4f ms %.1f TFLOP/s, schedule %.4f ms\n", (long long)head_dim,
+              (long long)length, causal ? "causal" : "full", ms[0],
               dense_flops(data.p) / ms[0] * 1e-9, ms[1]);
   std::fflush(stdout);
 }
@@ -658,10 +653,11 @@ void time_sparse(int64_t head_dim, int64_t length, const std::vector<double>& de
     data.set_random_bits(density);
     data.launch_schedule();
     const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
-    std::printf("SPARSE d%lld S%lld %.2f: %.4f ms, of own dense (%.4f) %.4f, over density %.3f, "
-                "schedule %.4f ms\n",
-                (long long)head_dim, (long long)length, density, ms[0], dense, ms[0] / dense,
-                ms[0] / dense / density, ms[1]);
+    std::printf(
+        "SPARSE d%lld S%lld %.2f: %.4f ms, of own dense (%.4f) %.4f, over density %.3f, "
+        "schedule %.4f ms\n",
+        (long long)head_dim, (long long)length, density, ms[0], dense, ms[0] / dense,
+        ms[0] / dense / density, ms[1]);
     std::fflush(stdout);
   }
 }
@@ -715,9 +711,10 @@ void time_masks(const char* file) {
       data.launch_schedule();
       const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
       const double density = double(live) / double(kAllowed * kHeads * batch);
-      std::printf("MASK layer %d batch %lld density %.4f: %.4f ms, own dense %.4f, over density "
-                  "%.3f, schedule %.4f ms\n",
-                  layer, (long long)batch, density, ms[0], dense, ms[0] / dense / density, ms[1]);
+      std::printf(
+          "MASK layer %d batch %lld density %.4f: %.4f ms, own dense %.4f, over density "
+          "%.3f, schedule %.4f ms\n",
+          layer, (long long)batch, density, ms[0], dense, ms[0] / dense / density, ms[1]);
       std::fflush(stdout);
     }
   }

@@ -1,0 +1,55 @@
+// Tile shapes and budgets of the Hopper backward, by name.
+#pragma once
+
+#include "common/mask.h"
+#include "sm90/layout.h"
+
+namespace backlite::backward_sm90 {
+
+// Two consumer warpgroups of 64 keys each, and a producer's warpgroup.
+inline constexpr int kConsumers = 2;
+inline constexpr int kThreads = (kConsumers + 1) * sm90::kWarpgroupThreads;
+inline constexpr int kQueries = kQueryTile;
+inline constexpr int kKeys = kKeyTile;
+static_assert(kKeys == kConsumers * sm90::kMmaRows, "One wgmma's rows of keys for each consumer");
+
+struct BackwardConfig {
+  int head_dim;
+  int query_stages;        // of Q, dO and the row terms
+  int consumer_registers;  // a thread, after the warpgroups have traded
+  int producer_registers;
+
+  BACKLITE_HOST_DEVICE constexpr int column_blocks() const {
+    return head_dim / sm90::kBlockColumns;
+  }
+  // The consumers share dQ by columns.
+  BACKLITE_HOST_DEVICE constexpr int grad_query_columns() const { return head_dim / kConsumers; }
+};
+
+// A thread's accumulators: dK 64, dV 64, S^T 32, dP^T 32, dQ 32.
+inline constexpr BackwardConfig kD128{
+    .head_dim = 128, .query_stages = 2, .consumer_registers = 232, .producer_registers = 40};
+
+// dK 32, dV 32, S^T 32, dP^T 32, dQ 16.
+inline constexpr BackwardConfig kD64{
+    .head_dim = 64, .query_stages = 2, .consumer_registers = 232, .producer_registers = 40};
+
+// A kernel takes its configuration as a type with a member kConfig: nvcc 13.0 writes host code that
+// does not compile for a kernel with a template argument of class type.
+struct D128 {
+  static constexpr BackwardConfig kConfig = kD128;
+};
+struct D64 {
+  static constexpr BackwardConfig kConfig = kD64;
+};
+
+constexpr bool fits_register_file(const BackwardConfig& config) {
+  constexpr int kRegisterFile = 65536;
+  const int total = sm90::kWarpgroupThreads *
+                    (kConsumers * config.consumer_registers + config.producer_registers);
+  return total <= kRegisterFile && config.consumer_registers % 8 == 0 &&
+         config.producer_registers % 8 == 0;
+}
+static_assert(fits_register_file(kD128) && fits_register_file(kD64));
+
+}  // namespace backlite::backward_sm90

@@ -1,0 +1,234 @@
+#include "backward/launch_sm90.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "backward/config_sm90.h"
+#include "backward/instances_sm90.h"
+#include "common/mask.h"
+#include "common/workspace.h"
+#include "schedule/layout_sm90.h"
+#include "sm90/tensor_map.h"
+
+namespace backlite::backward_sm90 {
+namespace {
+
+using schedule_sm90::ScheduleLayout;
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw Error(std::string(what) + ": " + cudaGetErrorString(error));
+  }
+}
+
+int attribute(cudaDeviceAttr which) {
+  int device = 0;
+  int value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+Launcher* launcher_of(const Problem& problem) {
+  const bool bf16 = problem.dtype == DType::kBFloat16;
+  if (problem.head_dim == 128) return bf16 ? launch_d128_bf16 : launch_d128_fp16;
+  return bf16 ? launch_d64_bf16 : launch_d64_fp16;
+}
+
+int64_t num_tiles(const Problem& problem) {
+  return problem.batch * problem.num_query_heads * num_query_tiles(problem.query_length);
+}
+
+constexpr int64_t kElementBytes = 2;
+
+struct Workspace {
+  int* next_item;
+  std::byte* row_terms;  // see BackwardParams for the shapes
+  float* grad_query;
+  float* grad_parts;
+
+  Workspace(Carver& carver, const Problem& problem, const ScheduleLayout& schedule) {
+    next_item = carver.take<int>(1);
+    row_terms = carver.take<std::byte>(num_tiles(problem) * kQueries * kRowTerms * kElementBytes);
+    grad_query = carver.take<float>(num_tiles(problem) * kQueries * problem.head_dim);
+    grad_parts = carver.take<float>(schedule.max_slots * 2 * kKeys * problem.head_dim);
+  }
+};
+
+template <typename AnyTensor>
+sm90::TensorLayout layout_of(const AnyTensor& tensor, const Problem& problem, int64_t num_heads,
+                             int64_t length) {
+  return {.data = tensor.data,
+          .num_batches = problem.batch,
+          .num_heads = num_heads,
+          .num_rows = length,
+          .num_columns = problem.head_dim,
+          .batch_stride = tensor.batch_stride * kElementBytes,
+          .head_stride = tensor.head_stride * kElementBytes,
+          .row_stride = tensor.length_stride * kElementBytes};
+}
+
+template <typename AnyTensor>
+Strides strides_of(const AnyTensor& tensor) {
+  return {.batch = tensor.batch_stride, .length = tensor.length_stride, .head = tensor.head_stride};
+}
+
+CUtensorMap tensor_map(const sm90::TensorLayout& layout, const Problem& problem, int box_rows) {
+  CUtensorMap map{};
+  if (!sm90::make_tensor_map(layout, problem.dtype == DType::kBFloat16, box_rows, &map)) {
+    throw Error("the CUDA driver could not make a tensor map (it must be of CUDA 12 or newer)");
+  }
+  return map;
+}
+
+// The scale inside the exponent, kept away from 0 because LSE is divided by it. What a scale below
+// the limit would change is less than the type can hold.
+double safe_scale(const Problem& problem) {
+  const double tiny = problem.dtype == DType::kBFloat16 ? 1e-12 : 1e-7;
+  return std::copysign(std::max(std::abs(problem.scale), tiny), problem.scale);
+}
+
+RowsParams rows_params(const Problem& problem, const BackwardArgs& args, const Workspace& workspace,
+                       const ScheduleLayout& schedule) {
+  return {.out = args.out.data,
+          .grad_out = args.grad_out.data,
+          .grad_query = args.grad_query.data,
+          .grad_key = args.grad_key.data,
+          .grad_value = args.grad_value.data,
+          .out_strides = strides_of(args.out),
+          .grad_out_strides = strides_of(args.grad_out),
+          .grad_query_strides = strides_of(args.grad_query),
+          .grad_key_strides = strides_of(args.grad_key),
+          .grad_value_strides = strides_of(args.grad_value),
+          .lse = static_cast<const float*>(args.lse),
+          .grad_lse = static_cast<const float*>(args.grad_lse),
+          .schedule = schedule.header,
+          .live = schedule.live,
+          .slot_columns = schedule.slot_columns,
+          .next_item = workspace.next_item,
+          .row_terms = workspace.row_terms,
+          .grad_query_sums = workspace.grad_query,
+          .grad_parts = workspace.grad_parts,
+          .query_length = static_cast<int>(problem.query_length),
+          .key_length = static_cast<int>(problem.key_length),
+          .num_query_heads = static_cast<int>(problem.num_query_heads),
+          .num_key_heads = static_cast<int>(problem.num_key_heads),
+          .num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length)),
+          .num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length)),
+          .num_columns = static_cast<int>(schedule.num_columns),
+          .num_tiles = num_tiles(problem),
+          .inverse_scale = static_cast<float>(1.0 / safe_scale(problem)),
+          .grad_scale = static_cast<float>(problem.scale)};
+}
+
+BackwardParams columns_params(const Problem& problem, const BackwardArgs& args,
+                              const Workspace& workspace, const ScheduleLayout& schedule) {
+  BackwardParams params{};
+  const auto query_side = [&](const auto& tensor) {
+    return tensor_map(layout_of(tensor, problem, problem.num_query_heads, problem.query_length),
+                      problem, kQueries);
+  };
+  const auto key_side = [&](const auto& tensor, int box_rows) {
+    return tensor_map(layout_of(tensor, problem, problem.num_key_heads, problem.key_length),
+                      problem, box_rows);
+  };
+  params.query = query_side(args.query);
+  params.grad_out = query_side(args.grad_out);
+  params.key = key_side(args.key, kKeys);
+  params.value = key_side(args.value, kKeys);
+  params.grad_key = key_side(args.grad_key, sm90::kMmaRows);
+  params.grad_value = key_side(args.grad_value, sm90::kMmaRows);
+  params.mask = Mask::of(problem);
+  params.schedule = schedule.header;
+  params.items = schedule.items;
+  params.next_item = workspace.next_item;
+  params.tile_bits = reinterpret_cast<const uint32_t*>(args.tile_bits);
+  params.row_terms = workspace.row_terms;
+  params.grad_query = workspace.grad_query;
+  params.grad_parts = workspace.grad_parts;
+  params.num_query_heads = static_cast<int>(problem.num_query_heads);
+  params.heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads);
+  params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
+  params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
+  constexpr double kLog2E = 1.4426950408889634;
+  params.scale_log2 = static_cast<float>(safe_scale(problem) * kLog2E);
+  params.grad_scale = static_cast<float>(problem.scale);
+  constexpr int64_t kUnlimited = int64_t{1} << 30;  // lengths end at 2^29
+  params.mask_left = static_cast<int>(std::min(params.mask.left, kUnlimited));
+  params.mask_right = static_cast<int>(std::min(params.mask.right, kUnlimited));
+  return params;
+}
+
+}  // namespace
+
+std::string why_not_supported(const Problem& problem) {
+  if (problem.dtype != DType::kBFloat16 && problem.dtype != DType::kFloat16) {
+    return "the Hopper backward takes bfloat16 and float16";
+  }
+  if (problem.head_dim != 64 && problem.head_dim != 128) {
+    return "the Hopper backward takes head_dim 64 and 128, not " + std::to_string(problem.head_dim);
+  }
+  constexpr int64_t kMaxLength = int64_t{1} << 29;
+  if (problem.query_length > kMaxLength || problem.key_length > kMaxLength) {
+    return "the Hopper backward takes lengths up to 2^29";
+  }
+  constexpr int64_t kMaxCount = int64_t{1} << 30;
+  if (num_tiles(problem) > kMaxCount ||
+      problem.batch * problem.num_key_heads * num_key_tiles(problem.key_length) > kMaxCount) {
+    return "batch * heads * length is too large for the Hopper backward";
+  }
+  if (attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+    return "the GPU is not of compute capability 9.0 (H100, H200)";
+  }
+  return {};
+}
+
+std::string why_not_supported(const Problem& problem, const BackwardArgs& args) {
+  std::string why;
+  const auto require = [&](const char* name, const auto& tensor, int64_t heads, int64_t length) {
+    if (!why.empty() || problem.batch == 0 || length == 0) return;
+    const char* reason = sm90::why_not_mappable(layout_of(tensor, problem, heads, length));
+    if (reason != nullptr) why = std::string(name) + ": " + reason;
+  };
+  require("query", args.query, problem.num_query_heads, problem.query_length);
+  require("key", args.key, problem.num_key_heads, problem.key_length);
+  require("value", args.value, problem.num_key_heads, problem.key_length);
+  require("out", args.out, problem.num_query_heads, problem.query_length);
+  require("grad_out", args.grad_out, problem.num_query_heads, problem.query_length);
+  require("grad_query", args.grad_query, problem.num_query_heads, problem.query_length);
+  require("grad_key", args.grad_key, problem.num_key_heads, problem.key_length);
+  require("grad_value", args.grad_value, problem.num_key_heads, problem.key_length);
+  return why;
+}
+
+size_t workspace_bytes(const Problem& problem) {
+  const ScheduleLayout schedule(problem, attribute(cudaDevAttrMultiProcessorCount), nullptr);
+  Carver counter(nullptr);
+  Workspace(counter, problem, schedule);
+  return counter.bytes();
+}
+
+void backward(const Problem& problem, const BackwardArgs& args, const Execution& execution) {
+  const int num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  const ScheduleLayout schedule(problem, num_multiprocessors, const_cast<void*>(args.schedule));
+  if (schedule.num_columns == 0 && num_tiles(problem) == 0) return;
+  Carver carver(execution.workspace);
+  const Workspace workspace(carver, problem, schedule);
+
+  Launch launch{};
+  launch.rows = rows_params(problem, args, workspace, schedule);
+  launch.is_dense = args.tile_bits == nullptr;
+  if (schedule.num_columns > 0 && problem.query_length > 0) {
+    launch.columns = columns_params(problem, args, workspace, schedule);
+    launch.num_blocks =
+        static_cast<int>(std::min<int64_t>(num_multiprocessors, schedule.max_items));
+    launch.num_parts = static_cast<int>(schedule.max_slots) * 2 * kConsumers;
+  }
+  check(launcher_of(problem)(launch, static_cast<cudaStream_t>(execution.stream)),
+        "the Hopper backward's launch");
+}
+
+}  // namespace backlite::backward_sm90

@@ -1,0 +1,55 @@
+#include "select/launch_sm90.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "select/kernel_sm90.cuh"
+
+namespace backlite::select_sm90 {
+namespace {
+
+constexpr int64_t kMaxKeyTiles = 16384;
+constexpr int64_t kMaxHeads = 65535;  // the grid's second dimension
+
+}  // namespace
+
+std::string why_not_supported(const Problem& problem) {
+  if (num_key_tiles(problem.key_length) > kMaxKeyTiles) {
+    return "the Hopper select takes key lengths up to 2^21";
+  }
+  if (problem.batch * problem.num_query_heads > kMaxHeads) {
+    return "the Hopper select takes up to 65535 heads (batch * num_query_heads)";
+  }
+  return {};
+}
+
+void select(const Problem& problem, const SelectArgs& args, const Execution& execution) {
+  const int64_t heads = problem.batch * problem.num_query_heads;
+  const int64_t columns = num_key_tiles(problem.key_length);
+  const int64_t words = num_bit_words(problem.query_length);
+  if (heads * columns * words == 0) return;
+
+  const SelectParams params{
+      .mask = Mask::of(problem),
+      .tile_stats = args.tile_stats,
+      .negl_prob = args.negl_prob,
+      .tile_bits = reinterpret_cast<uint8_t*>(args.tile_bits),
+      .num_negl_prob = static_cast<int>(args.num_negl_prob),
+      .num_heads = static_cast<int>(problem.num_query_heads),
+      .num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length)),
+      .num_key_tiles = static_cast<int>(columns),
+      .num_words = static_cast<int>(words)};
+  const auto kernel = columns <= 64     ? select_kernel<32, 2>
+                      : columns <= 256  ? select_kernel<32, 8>
+                      : columns <= 2048 ? select_kernel<kThreads, 8>
+                                        : select_kernel<kThreads, 64>;
+  constexpr int kBlocksOfWord = kTilesPerWord / kRowsOfBlock;
+  const dim3 grid(static_cast<unsigned>(words * kBlocksOfWord), static_cast<unsigned>(heads));
+  const size_t shared_bytes = static_cast<size_t>(ceil_div(columns, 4)) * 4;
+  kernel<<<grid, kThreads, shared_bytes, static_cast<cudaStream_t>(execution.stream)>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw Error(std::string("select: ") + cudaGetErrorString(error));
+}
+
+}  // namespace backlite::select_sm90
