@@ -127,15 +127,15 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
     raise TypeError(f"window_size = {window_size!r}: accepted is a pair of ints (left, right)")
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale, by default ``1 / sqrt(head_dim)``.
+def check_scale(scale: float | None) -> float | None:
+    """Return the scale as a float; None stays None.
 
     Raises:
         TypeError: not a number.
         ValueError: infinite or NaN.
     """
     if scale is None:
-        return float(head_dim**-0.5)
+        return None
     if not isinstance(scale, float):
         if not isinstance(scale, Real):
             raise TypeError(f"scale = {scale!r}: accepted are finite numbers, and None")

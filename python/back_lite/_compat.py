@@ -17,6 +17,11 @@ from ._kernels import Gradients
 select = _kernels.select
 
 
+def is_compiling() -> bool:
+    """Return False: here everything is eager."""
+    return False
+
+
 def autocast_dtype() -> torch.dtype | None:
     """Return the dtype that autocast computes in on the CPU; None outside autocast."""
     return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
@@ -73,11 +78,14 @@ _apply_attention: Callable[..., Any] = _Attention.apply
 _apply_backward: Callable[..., Any] = _Backward.apply
 
 
-def attention(*arguments: Any) -> Sequence[Tensor]:
-    """Run the forward, recorded by autograd."""
+def _attention(*arguments: Any) -> Sequence[Tensor]:
     return cast(tuple[Tensor, ...], _apply_attention(*arguments))
 
 
 def backward(*arguments: Any) -> Gradients:
     """Run the backward, as a node that has no derivative."""
     return cast(Gradients, _apply_backward(*arguments))
+
+
+# A graph break under torch.compile, in place of an attempt and a page of warnings.
+attention: Callable[..., Sequence[Tensor]] = torch.compiler.disable(_attention)

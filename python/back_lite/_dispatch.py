@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING or hasattr(torch.library, "register_fake"):
-    from ._operators import attention, autocast_dtype, backward, select
+    from ._operators import attention, autocast_dtype, backward, is_compiling, select
 else:
-    from ._compat import attention, autocast_dtype, backward, select
+    from ._compat import attention, autocast_dtype, backward, is_compiling, select
 
-__all__ = ["attention", "autocast_dtype", "backward", "select"]
+__all__ = ["attention", "autocast_dtype", "backward", "is_compiling", "select"]

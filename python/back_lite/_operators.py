@@ -21,12 +21,12 @@ from ._kernels import Gradients
 
 _registry = torch.library.Library("back_lite", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_MASK = "float scale, bool causal, int window_left, int window_right"
+_OPTIONS = "float? scale, bool causal, int window_left, int window_right"
 # out, lse; tile bits if negl_prob is given; tile statistics if recorded. A list, because every
 # output costs 3 us of host time, needed or not.
 _registry.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? negl_prob, "
-    f"{_MASK}, bool record) -> Tensor[]",
+    f"{_OPTIONS}, bool record) -> Tensor[]",
     tags=_TAGS,
 )
 _registry.define(
@@ -36,7 +36,7 @@ _registry.define(
 )
 _registry.define(
     "backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"Tensor? tile_bits, Tensor? grad_lse, {_MASK}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? tile_bits, Tensor? grad_lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 attention = torch.ops.back_lite.attention.default
@@ -69,6 +69,9 @@ def _fake_backward(
 torch.library.register_fake("back_lite::attention", _fake_attention, lib=_registry)
 torch.library.register_fake("back_lite::select", _fake_select, lib=_registry)
 torch.library.register_fake("back_lite::backward", _fake_backward, lib=_registry)
+
+
+is_compiling = torch.compiler.is_compiling
 
 
 def autocast_dtype() -> torch.dtype | None:

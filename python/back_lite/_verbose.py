@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _dispatch
 from .tiles import count_live, mask_tiles
 
 logger = logging.getLogger("back_lite")
@@ -22,7 +23,7 @@ _OFF = (None, b"", b"0", "", "0")
 
 def is_on(query: Tensor) -> bool:
     """Tell whether to log this call; never while it is compiled or a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or _environment.get(_NAME) in _OFF:
+    if _dispatch.is_compiling() or _environment.get(_NAME) in _OFF:
         return False
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -39,10 +39,9 @@ def _attend(
     _checks.check_flag("causal", causal)
     _checks.check_deterministic(deterministic)
     window = _checks.check_window(window_size)
-    shape = query.shape
-    scale = _checks.check_scale(scale, shape[3])
-    if num_thresholds not in (1, shape[2]):
-        raise _thresholds.wrong_count(num_thresholds, shape[2])
+    scale = _checks.check_scale(scale)
+    if num_thresholds != 1 and num_thresholds != query.shape[2]:
+        raise _thresholds.wrong_count(num_thresholds, query.shape[2])
     if tile_stats is not None:
         _checks.check_tile_stats(tile_stats, tile_stats_shape(query, key), query.device)
     if negl_prob is not None:
@@ -129,7 +128,7 @@ def attention(
     _checks.check_flag("return_softmax_lse", return_softmax_lse)
     fixed: Tensor | None = None
     if isinstance(negl_prob, Tensor) and (
-        torch.compiler.is_compiling() or type(negl_prob) is not Tensor or not negl_prob.is_cpu
+        _dispatch.is_compiling() or type(negl_prob) is not Tensor or not negl_prob.is_cpu
     ):  # not to be read on the host
         fixed = _thresholds.fixed_point_of_tensor(negl_prob)
         num_thresholds = fixed.shape[0]
@@ -261,16 +260,14 @@ class BackLite(nn.Module):
             # Not through nn.Module.__getattr__, which takes 1 us.
             self._buffers["_negl_prob_table"] if self._skips else None,
             # Not a constant of compiled code; there the library compares the counts.
-            1 if torch.compiler.is_compiling() else self._num_thresholds,
+            1 if _dispatch.is_compiling() else self._num_thresholds,
             scale,
             tile_stats,
             causal,
             window_size,
             self.deterministic,
         )
-        if (
-            not torch.compiler.is_compiling()
-        ):  # torch.utils.checkpoint refuses to compile a mutation
+        if not _dispatch.is_compiling():  # torch.utils.checkpoint refuses to compile a mutation
             self._last_call.kept = (tile_bits, query.shape, key.shape, causal, window)
         return (out, lse) if return_softmax_lse else out
 

@@ -57,7 +57,7 @@ def forward(
     _checks.check_flag("causal", causal)
     _checks.check_flag("record", record)
     left, right = _checks.check_window(window_size)
-    scale = _checks.check_scale(scale, query.shape[3])
+    scale = _checks.check_scale(scale)
     out, lse, *tile_stats = _dispatch.attention(
         query, key, value, None, scale, causal, left, right, record
     )
@@ -146,7 +146,7 @@ def backward(
     _checks.check_inputs(query, key, value)
     _checks.check_flag("causal", causal)
     left, right = _checks.check_window(window_size)
-    scale = _checks.check_scale(scale, query.shape[3])
+    scale = _checks.check_scale(scale)
     batch, query_length, num_heads, _ = query.shape
     device, rows = query.device, (batch, num_heads, query_length)
     _checks.check_tensor("grad_out", grad_out, query.dtype, tuple(query.shape), device)
