@@ -12,6 +12,7 @@ struct ForwardConfig {
   int block_keys;     // keys of a tile
   int key_stages;
   int value_stages;
+  int early_scores;        // exponentials of a thread (of block_keys / 2) before it waits for P V
   int consumer_registers;  // a thread, after the warpgroups have traded
   int producer_registers;
 
@@ -31,6 +32,7 @@ inline constexpr ForwardConfig kD128{.head_dim = 128,
                                      .block_keys = 128,
                                      .key_stages = 3,
                                      .value_stages = 2,
+                                     .early_scores = 48,
                                      .consumer_registers = 240,
                                      .producer_registers = 24};
 
@@ -40,6 +42,7 @@ inline constexpr ForwardConfig kD64{.head_dim = 64,
                                     .block_keys = 128,
                                     .key_stages = 4,
                                     .value_stages = 3,
+                                    .early_scores = 0,
                                     .consumer_registers = 160,
                                     .producer_registers = 32};
 

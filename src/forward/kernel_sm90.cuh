@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
                 params.row_masses +
                     (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers +
                      consumer) *
-                        params.num_key_tiles * sm90::kWarpgroupThreads,
+                        params.num_key_tiles * kMassWords,
                 shared.inverse_sums[slot.stage][consumer],
                 params.tile_stats +
                     (batch_head * params.num_query_tiles + query_tile) * params.num_key_tiles,
@@ -266,11 +266,12 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         row_masses =
             params.row_masses +
             (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers + consumer) *
-                params.num_key_tiles * sm90::kWarpgroupThreads +
-            thread;
+                params.num_key_tiles * kMassWords +
+            mass_word(thread);
       }
 
       Rows rows;
+      uint32_t mass_pair = 0;  // of the last tile, not yet in row_masses
 
       // (1)
       Element* query = shared.query[slot.stage][consumer];
@@ -306,43 +307,61 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         stage.advance();
       };
 
-      // (3), in place: `scores` holds P afterwards, not yet rounded. K must still be there.
+      // (3), and (4). Products (2) read `probs` until the wait in the middle, which is placed where
+      // they are about to end: the rounding to `probs` then hides behind the exponentials left. K
+      // stays until nobody can need it again.
+      const auto round_probs = [&] {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+          probs[i] = sm90::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+        }
+      };
       const auto softmax = [&]<bool kFirst>(int n, std::bool_constant<kFirst>) {
-        const auto mask_tile = [&] {
-          mask_scores<kKeys>(scores, params.mask, row_begin, n * kKeys, params.score_sign, thread);
-        };
         const bool is_masked = n < unmasked.begin || n >= unmasked.end;
         rows.has_grown = false;
         float mass[2];
         for (bool is_retry = false;; is_retry = true) {
           if (is_retry) {
-            sm90::wgmma_wait<0>();  // (2) is done with `probs`: registers for the products to come
             recompute_scores<kD, kKeys>(scores, query, shared.key[key_stage.stage], thread);
           }
-          if (is_retry || is_masked) mask_tile();
+          if (is_retry || is_masked) {
+            mask_scores<kKeys>(scores, params.mask, row_begin, n * kKeys, params.score_sign,
+                               thread);
+          }
           if (kFirst || is_retry || !rows.has_begun) raise_references(scores, rows, scale_log2);
-          exponentiate(scores, rows, scale_log2, mass);
+          mass[0] = mass[1] = 0.0f;
+          constexpr int kSplit = kConfig.early_scores;
+          exponentiate<0, kSplit>(scores, rows, scale_log2, mass);
+          if constexpr (!kFirst) {
+            sm90::pin(scores);
+            sm90::wgmma_wait<0>();
+            sm90::pin(out);
+            sm90::pin(scores);
+          }
+          exponentiate<kSplit, kKeys / 2>(scores, rows, scale_log2, mass);
+          round_probs();
           if (kFirst || is_retry || !has_overflown(mass, kMaxMass<Element>)) break;
           if (!has_overflown(mass, kFiniteMass)) {
             lower_probs(scores, rows, mass);
+            round_probs();
             break;
+          }
+        }
+        release(shared.key_empty, key_stage);
+        if constexpr (!kFirst) {
+          release(shared.value_empty, value_stage);
+          if (rows.has_grown) {
+#pragma unroll
+            for (int i = 0; i < kD / 2; ++i) out[i] *= rows.alpha[i / 2 % 2];
           }
         }
         rows.sum[0] += mass[0];
         rows.sum[1] += mass[1];
         if constexpr (kRecord) {
-          const int tiles_done = tiles.end - 1 - n;
           if (rows.has_grown) {
-            rescale_row_masses(row_masses, tiles_done, rows.alpha[0], rows.alpha[1]);
+            rescale_row_masses(row_masses, tiles.end - 1 - n, rows.alpha, lane);
           }
-          row_masses[tiles_done * sm90::kWarpgroupThreads] =
-              sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
-        }
-      };
-      const auto round_probs = [&] {
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) {
-          probs[i] = sm90::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+          mass_pair = sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
         }
       };
 
@@ -363,8 +382,6 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         sm90::wgmma_wait<0>();
         sm90::pin(scores);
         softmax(tiles.end - 1, std::true_type{});
-        release(shared.key_empty, key_stage);
-        round_probs();
 
 #pragma unroll 1
         for (int n = tiles.end - 2; n >= tiles.begin; --n) {
@@ -376,25 +393,21 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           sm90::wgmma_fence();
           issue_out(n + 2 < tiles.end);
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
+          if constexpr (kRecord) {
+            store_row_masses(row_masses + (tiles.end - 2 - n) * kMassWords, mass_pair, lane);
+          }
           sm90::wgmma_wait<1>();
           sm90::pin(scores);
           softmax(n, std::false_type{});
-          sm90::pin(scores);
-          release(shared.key_empty, key_stage);
-          sm90::wgmma_wait<0>();
-          sm90::pin(out);
-          sm90::pin(scores);
-          release(shared.value_empty, value_stage);
-          if (rows.has_grown) {  // (4)
-#pragma unroll
-            for (int i = 0; i < kD / 2; ++i) out[i] *= rows.alpha[i / 2 % 2];
-          }
-          round_probs();
         }
 
         shared.value_full[value_stage.stage].wait(value_stage.parity);
         sm90::wgmma_fence();
         issue_out(tiles.begin + 1 < tiles.end);
+        if constexpr (kRecord) {
+          store_row_masses(row_masses + (tiles.end - 1 - tiles.begin) * kMassWords, mass_pair,
+                           lane);
+        }
         sm90::wgmma_wait<0>();
         sm90::pin(out);
         release(shared.value_empty, value_stage);

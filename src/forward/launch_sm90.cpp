@@ -56,16 +56,17 @@ int64_t num_items(const Problem& problem, const ForwardConfig& config) {
 
 struct Workspace {
   int* next_item;
-  uint32_t* row_masses;  // [multiprocessors][2][consumers][Tn][128], see tile_stats_sm90.cuh
+  uint32_t* row_masses;  // [multiprocessors][2][consumers][Tn][32], see tile_stats_sm90.cuh
 
   Workspace(Carver& carver, const Problem& problem, const ForwardConfig& config, bool record,
             int num_multiprocessors) {
     constexpr int64_t kQuerySlots = 2;
+    constexpr int64_t kMassWords = sm90::kMmaRows / 2;
     next_item = carver.take<int>(1);
-    row_masses = carver.take<uint32_t>(
-        record ? num_multiprocessors * kQuerySlots * config.num_consumers *
-                     num_key_tiles(problem.key_length) * sm90::kWarpgroupThreads
-               : 0);
+    row_masses =
+        carver.take<uint32_t>(record ? num_multiprocessors * kQuerySlots * config.num_consumers *
+                                           num_key_tiles(problem.key_length) * kMassWords
+                                     : 0);
   }
 };
 

@@ -15,8 +15,8 @@ std::string why_not_supported(const Problem& problem);
 // A copy with touching elements is always taken.
 std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
 
-// 64 bytes; with statistics and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 2 KiB (3 KiB
-// at head dim 64) more.
+// 64 bytes; with statistics and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 512 bytes
+// (768 at head dim 64) more.
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
 
 // Launches on the stream of `execution`: one memset of 4 bytes and one kernel.

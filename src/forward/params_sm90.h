@@ -54,7 +54,7 @@ struct ForwardParams {
   float score_sign;      // 1, or -1 if scale is negative: then every tile counts as masked
   float* lse;            // [B, H, Sq]
   float* tile_stats;     // [B, H, Tm, Tn], or nullptr without statistics
-  uint32_t* row_masses;  // [grid][2][consumers][Tn][128]: see tile_stats_sm90.cuh
+  uint32_t* row_masses;  // [grid][2][consumers][Tn][32]: see tile_stats_sm90.cuh
   int num_query_tiles;   // Tm
   int num_key_tiles;     // Tn
 };

@@ -1,15 +1,16 @@
 // Tile statistics in the Hopper forward.
 //
 // p[n] of a query tile is the mean over its rows of (row's mass in key tile n) / (row's total).
-// The total is known only after the last tile, so every consumer thread keeps, for each tile, what
-// its own elements added up to in its two rows: two bfloat16 in one word, relative to the reference
-// that the row's exponentials used. Words of one tile are 512 bytes in a row, written once, in
+// The total is known only after the last tile, so consumers keep, for each tile, what each row
+// added up to in it, relative to the reference that its exponentials used. Two rows that the same
+// four lanes hold make a word, as bfloat16; a tile's words are 128 bytes in a row, written once, in
 // scratch that belongs to the resident block:
 //
-//     row_masses [block of the grid][slot of the query ring][consumer][Tn][128 threads]
+//     row_masses [block of the grid][slot of the query ring][consumer][Tn][32]
 //
-// When a row's reference grows, its older words are brought to the new one. References are whole
-// powers of two, so that this is exact. It happens a few times a row.
+// It stays in L2 beside the K and V in use (with a word for every thread, four times as much, it
+// did not). When a row's reference grows, its older words are brought to the new one: references
+// are whole powers of two, so that this is exact, and it almost never happens.
 //
 // At the end of an item the consumer leaves 1 / total of its 64 rows in shared memory, and a warp
 // of the producer's warpgroup, idle until then, adds up the tiles while the consumers go on.
@@ -25,15 +26,28 @@
 
 namespace backlite::forward_sm90 {
 
-// Brings this thread's words of `count` tiles to references that grew by 1 / alpha.
-__device__ __forceinline__ void rescale_row_masses(uint32_t* words, int count, float alpha0,
-                                                   float alpha1) {
-  if (alpha0 == 1.0f && alpha1 == 1.0f) return;
+inline constexpr int kMassWords = sm90::kMmaRows / 2;  // of a tile
+
+// Which of a tile's words holds the rows of this thread of the warpgroup.
+__device__ __forceinline__ int mass_word(int thread) { return thread / 4; }
+
+// Writes the masses of the rows that this lane and its three neighbours share; `pair` is this
+// lane's part. Called where the warp waits for products anyway: the exchanges take their time.
+__device__ __forceinline__ void store_row_masses(uint32_t* word, uint32_t pair, int lane) {
+  pair = sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 1));
+  pair = sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 2));
+  if (lane % 4 == 0) *word = pair;
+}
+
+// Brings the words of `count` tiles to references that grew by 1 / alpha.
+__device__ __forceinline__ void rescale_row_masses(uint32_t* words, int count,
+                                                   const float (&alpha)[2], int lane) {
+  if (lane % 4 != 0 || (alpha[0] == 1.0f && alpha[1] == 1.0f)) return;
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
-    uint32_t& word = words[n * sm90::kWarpgroupThreads];
-    word = sm90::pack<sm90::BFloat16>(sm90::low_bfloat16(word) * alpha0,
-                                      sm90::high_bfloat16(word) * alpha1);
+    uint32_t& word = words[n * kMassWords];
+    word = sm90::pack<sm90::BFloat16>(sm90::low_bfloat16(word) * alpha[0],
+                                      sm90::high_bfloat16(word) * alpha[1]);
   }
 }
 
@@ -43,29 +57,23 @@ __device__ __forceinline__ void rescale_row_masses(uint32_t* words, int count, f
 __device__ __forceinline__ void reduce_tile_stats(const uint32_t* words, const float* inverse_sums,
                                                   float* stats, int tile_begin, int tile_end,
                                                   int num_tiles) {
-  constexpr int kWarps = sm90::kWarpgroupThreads / sm90::kWarpSize;
+  static_assert(kMassWords == sm90::kWarpSize, "A lane takes one word of each tile");
   const int lane = threadIdx.x % sm90::kWarpSize;
 
-  // Weights of the rows whose words this lane reads: of lane `lane` of each consumer warp.
-  float weight[kWarps][2];
+  float weight[2];
   int rows_with_keys = 0;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = sm90::fragment_row(warp * sm90::kWarpSize + lane, 2 * half);
-      weight[warp][half] = inverse_sums[row];
-      // Four lanes share a row.
-      rows_with_keys += __popc(__ballot_sync(kAllLanes, weight[warp][half] > 0.0f)) / 4;
-    }
+  for (int half = 0; half < 2; ++half) {
+    weight[half] = inverse_sums[sm90::fragment_row(4 * lane, 2 * half)];
+    rows_with_keys += __popc(__ballot_sync(kAllLanes, weight[half] > 0.0f));
   }
 
   for (int n = lane; n < tile_begin; n += sm90::kWarpSize) stats[n] = 0.0f;
   for (int n = tile_end + lane; n < num_tiles; n += sm90::kWarpSize) stats[n] = 0.0f;
 
-  // Four tiles at a time: two exchanges leave every lane with one of the four, summed over four
-  // lanes; three more finish it. Registers are scarce: the walk keeps two pointers and a count.
-  constexpr int kBatch = 4;
+  // Eight tiles at a time: three exchanges leave every lane with one of the eight, summed over
+  // eight lanes; two more finish it.
+  constexpr int kBatch = 8;
   words += lane;
   stats += tile_end - 1 - lane;
 #pragma unroll 1
@@ -73,15 +81,8 @@ __device__ __forceinline__ void reduce_tile_stats(const uint32_t* words, const f
     float sum[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      sum[i] = 0.0f;
-      if (i < left) {
-#pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-          const uint32_t pair = words[i * sm90::kWarpgroupThreads + warp * sm90::kWarpSize];
-          sum[i] += sm90::low_bfloat16(pair) * weight[warp][0] +
-                    sm90::high_bfloat16(pair) * weight[warp][1];
-        }
-      }
+      const uint32_t pair = i < left ? words[i * kMassWords] : 0;
+      sum[i] = sm90::low_bfloat16(pair) * weight[0] + sm90::high_bfloat16(pair) * weight[1];
     }
 #pragma unroll
     for (int width = kBatch / 2; width > 0; width /= 2) {
@@ -98,7 +99,7 @@ __device__ __forceinline__ void reduce_tile_stats(const uint32_t* words, const f
       sum[0] += __shfl_xor_sync(kAllLanes, sum[0], width);
     }
     if (lane < kBatch && lane < left) *stats = tile_score_mean(sum[0], rows_with_keys);
-    words += kBatch * sm90::kWarpgroupThreads;
+    words += kBatch * kMassWords;
     stats -= kBatch;
   }
 }

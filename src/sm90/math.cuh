@@ -50,4 +50,10 @@ __device__ __forceinline__ float high_bfloat16(uint32_t packed) {
   return __uint_as_float(packed & 0xffff0000u);
 }
 
+__device__ __forceinline__ uint32_t add_bfloat16_pairs(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
 }  // namespace backlite::sm90
