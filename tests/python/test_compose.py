@@ -1,0 +1,503 @@
+"""With the rest of PyTorch: compile, checkpointing, autocast, copies, transforms, fake tensors.
+
+Rows are those of the list of faults in test_faults.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cases
+import comparer
+import oracle
+import pytest
+import torch
+from back_lite import BackLite, attention, ops
+from cases import Case
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+CASE = Case(200, 300, num_heads=4, num_key_heads=2, topics=True, lse_grad=True, causal=True)
+
+
+def leaves_of(case: Case, device: str) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in case.inputs(device)[:3]]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    logging.getLogger("torch.__trace").propagate = False  # or it buries the message of a failure
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A layer as models have them: projections around attention, and a use of LSE."""
+
+    def __init__(self, negl_prob: Any = 0.0, num_heads: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.project = nn.Linear(width, 3 * width)
+        self.attn = BackLite(negl_prob)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        out, lse = self.attn(q, k, v, causal=True, return_softmax_lse=True)
+        return x + out.flatten(2) * lse.transpose(1, 2).mean(dim=-1, keepdim=True).tanh()
+
+
+def step(function: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor) -> list[Tensor]:
+    """Loss and gradients of one training step, in x as well."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    loss = function(x).square().mean()
+    loss.backward()
+    grads = [p.grad.clone() for p in block.parameters() if p.grad is not None]
+    assert x.grad is not None
+    return [loss.detach(), x.grad, *grads]
+
+
+def make_block(negl_prob: Any = 0.0) -> tuple[Block, Tensor]:
+    torch.manual_seed(0)
+    return Block(negl_prob), torch.randn(2, 300, 32)
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row38_compiled_training_step(negl_prob: float) -> None:
+    """No graph break, and what eager computes."""
+    block, x = make_block(negl_prob)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for a, b in zip(step(block, block, x), step(compiled, block, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.needs_compiler
+def test_row38_inductor() -> None:
+    block, x = make_block(0.3)
+    compiled = torch.compile(block, fullgraph=True)
+    for a, b in zip(step(block, block, x), step(compiled, block, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_row38_compiled_function_and_stages(device: str) -> None:
+    inputs = CASE.inputs(device)
+
+    def whole(*leaves: Tensor) -> Tensor:
+        return attention(*leaves, 0.3, causal=True)
+
+    def staged(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        out, lse, stats = ops.forward(q, k, v, causal=True, record=True)
+        bits = ops.select(stats, 0.3, **CASE.lengths, causal=True)
+        return ops.backward(grad_out, q, k, v, out, lse, bits, causal=True)
+
+    no_lse = cases.Inputs(*inputs[:4], None)
+    expected = oracle.library(CASE, no_lse, 0.3)
+    leaves = leaves_of(CASE, device)
+    out = torch.compile(whole, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(out, expected.out)
+    grads = torch.autograd.grad(out, leaves, inputs.grad_out)
+    grads_of_stages = torch.compile(staged, fullgraph=True, backend="aot_eager")(*inputs[:4])
+    for a, b, c in zip(grads, grads_of_stages, expected[2:], strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, c)
+
+
+def test_row38_density_of_compiled_calls(device: str) -> None:
+    """Documented: they do not count, and leave what the last eager call told."""
+    attn = BackLite(0.3)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    leaves = leaves_of(CASE, device)
+    compiled(*leaves, causal=True)
+    assert attn.last_density is None
+    attn(*leaves, causal=True)
+    eager = attn.last_density
+    compiled(*leaves_of(Case(640, 1100, num_heads=4, topics=True), device), causal=True)
+    assert attn.last_density == eager
+
+
+def test_row40_no_recompile_when_negl_prob_changes() -> None:
+    """Scalar or per head, any number of times; only between zero and non-zero."""
+    block, x = make_block(0.1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    changes = [0.1, 0.3, 0.02, [0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.0], torch.tensor(0.25), 0.9]
+    seen = set()
+    for negl_prob in changes:
+        block.attn.negl_prob = negl_prob
+        results = step(compiled, block, x)
+        for a, b in zip(step(block, block, x), results, strict=True):
+            torch.testing.assert_close(a, b)
+        seen.add(float(results[1].double().sum()))
+    assert counter.frame_count == 1
+    assert len(seen) > len(changes) // 2, "the changes have an effect"
+    block.attn.negl_prob = 0.0
+    step(compiled, block, x)
+    block.attn.negl_prob = 0.1
+    step(compiled, block, x)
+    assert counter.frame_count == 2
+
+
+def test_row40_no_recompile_per_length() -> None:
+    block, _ = make_block(0.3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    for i in range(20):
+        x = torch.randn(2, 150 + 37 * i, 32)
+        torch._dynamo.mark_dynamic(x, 1)
+        with torch.no_grad():
+            eager = block(x)
+        expected = step(block, block, x)
+        x = x.detach().requires_grad_()
+        torch._dynamo.mark_dynamic(x, 1)
+        block.zero_grad()
+        out = compiled(x)
+        torch.testing.assert_close(out, eager)
+        out.square().mean().backward()
+        torch.testing.assert_close(x.grad, expected[1])
+    assert counter.frame_count == 1
+
+
+def test_row40_no_recompile_per_key_length(device: str) -> None:
+    """Sq and Sk on their own, as in prefilling a cache."""
+    counter = CompileCounterWithBackend("aot_eager")
+    attn = BackLite(0.3)
+    compiled = torch.compile(attn, fullgraph=True, backend=counter, dynamic=True)
+    for query_length, key_length in [(100, 130), (129, 500), (64, 1000), (333, 200)]:
+        leaves = leaves_of(Case(query_length, key_length, topics=True), device)
+        out = compiled(*leaves, causal=True)
+        assert torch.equal(out, attn(*leaves, causal=True))
+    assert counter.frame_count == 1
+
+
+# ---- Checkpointing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_row42_checkpointing_is_bitwise(use_reentrant: bool, negl_prob: float) -> None:
+    block, x = make_block(negl_prob)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=use_reentrant)
+
+    for a, b in zip(step(block, block, x), step(checkpointed, block, x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_row42_checkpointing_compiled() -> None:
+    block, x = make_block(0.3)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+    for a, b in zip(step(block, block, x), step(checkpointed, block, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row42_selective_checkpointing_saves_the_attention(negl_prob: float) -> None:
+    """A policy can keep the operator's outputs, bits included, and recompute the rest."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    block, x = make_block(negl_prob)
+    calls = []
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator is torch.ops.back_lite.attention.default:
+            calls.append(context.is_recompute)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(
+            block,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+
+    for a, b in zip(step(block, block, x), step(checkpointed, block, x), strict=True):
+        assert torch.equal(a, b)
+    assert calls, "the policy sees the operator"
+
+
+# ---- Autograd and transforms ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row43_double_backward_is_refused(negl_prob: float, device: str) -> None:
+    leaves = leaves_of(CASE, device)
+    out = attention(*leaves, negl_prob, causal=True)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    expected = oracle.library(
+        CASE, cases.Inputs(*CASE.inputs(device)[:3], 2.0 * out.detach(), None), negl_prob
+    )
+    for a, b in zip(first, expected[2:], strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(first[0].square().sum(), leaves)
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row44_func_grad(negl_prob: float, device: str) -> None:
+    leaves = leaves_of(CASE, device)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        out, lse = attention(*tensors, negl_prob, causal=True, return_softmax_lse=True)
+        return out.sin().sum() + lse.sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*(t.detach() for t in leaves))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch before 2.5 has no rules for vmap"
+)
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row44_vmap(negl_prob: float, device: str) -> None:
+    """Maps over any inputs; the results are those of a loop."""
+    q, k, v = CASE.inputs(device)[:3]
+    queries = torch.stack([q, -q, 2.0 * q])
+
+    def gradient(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        def loss(*tensors: Tensor) -> Tensor:
+            return attention(*tensors, negl_prob, causal=True).sin().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    mapped = torch.func.vmap(gradient, in_dims=(0, None, None))(queries, k, v)
+    for i, query in enumerate(queries):
+        for a, b in zip(mapped, gradient(query, k, v), strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_row44_forward_mode_is_refused(device: str) -> None:
+    tensors = CASE.inputs(device)[:3]
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"forward-mode|forward AD|jvp"):
+        torch.func.jvp(lambda q: attention(q, *tensors[1:]), (tensors[0],), (tensors[0],))
+
+
+OPCHECK_CASES = [
+    CASE,
+    Case(1000, 72, head_dim=72, batch=2),
+    Case(0, 5),
+    Case(5, 0, causal=True),
+    Case(65, 129, batch=0, dtype=torch.bfloat16, window_size=(31, 0)),
+]
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=cases.ids(OPCHECK_CASES))
+def test_row39_opcheck_of_every_operator(case: Case, device: str) -> None:
+    """Schema, fake against real (shapes, strides, dtypes), autograd registration, AOT dispatch."""
+    operators = torch.ops.back_lite
+    inputs = case.inputs(device)
+    threshold = torch.tensor([1 << 38], device=device)
+    scale, mask = 0.1, (case.causal, *case.window_size)
+
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+    for tensors in (inputs[:3], strided):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        for negl_prob in (None, threshold):
+            for record in (False, True):
+                arguments = (*leaves, negl_prob, scale, *mask, record)
+                torch.library.opcheck(operators.attention.default, arguments)
+
+    out, lse, stats = ops.forward(*inputs[:3], scale=scale, **case.mask, record=True)
+    assert stats is not None
+    arguments = (stats, threshold, *case.lengths.values(), *mask)
+    torch.library.opcheck(operators.select.default, arguments)
+    bits = ops.select(stats, 0.3, **case.lengths, **case.mask)
+    for tile_bits in (None, bits):
+        for grad_lse in (None, torch.ones_like(lse)):
+            arguments = (inputs.grad_out, *inputs[:3], out, lse, tile_bits, grad_lse, scale, *mask)
+            torch.library.opcheck(operators.backward.default, arguments)
+
+
+def test_every_operator_is_checked() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    assert {n.split("::")[1] for n in names if n.startswith("back_lite::")} == {
+        "attention",
+        "select",
+        "backward",
+    }
+
+
+# ---- Autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_row45_autocast(dtype: torch.dtype, device: str) -> None:
+    """Float32 in, computed in the autocast dtype, float32 gradients out."""
+    case = Case(130, 200, topics=True)
+    inputs = case.inputs(device)
+    leaves = leaves_of(case, device)
+    with torch.autocast(device, dtype=dtype):
+        out = attention(*leaves, 0.3)
+    assert out.dtype == dtype
+    low = cases.Inputs(*(t.to(dtype) for t in inputs[:4]), None)
+    expected = oracle.library(case, low, 0.3)
+    assert torch.equal(out, expected.out)
+    grads = torch.autograd.grad(out, leaves, low.grad_out)
+    for a, b in zip(grads, expected[2:], strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b.float())
+
+
+def test_row45_autocast_of_mixed_dtypes(device: str) -> None:
+    q, k, v = Case(130, 200).inputs(device)[:3]
+    mixed = (q, k.bfloat16(), v.half())
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = attention(*mixed)
+    assert torch.equal(out, attention(*(t.bfloat16() for t in mixed)))
+    with pytest.raises(TypeError, match="key"):
+        attention(*mixed)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=False), pytest.raises(TypeError):
+        attention(*mixed)
+
+
+def test_row45_autocast_leaves_float64_alone(device: str) -> None:
+    tensors = Case(13, 20, dtype=torch.float64).inputs(device)[:3]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(attention(*tensors), attention(*tensors))
+        assert attention(*tensors).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_row45_autocast_compiled(backend: str) -> None:
+    block, x = make_block(0.3)
+
+    def under_autocast(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return function(x)
+
+        return step(run, block, x)
+
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    for a, b in zip(under_autocast(block), under_autocast(compiled), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- Copies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.05, [0.1, 0.2, 0.3, 0.4]])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda module: _saved_and_loaded(module),
+    ],
+    ids=["deepcopy", "copy", "pickle", "save"],
+)
+def test_copies_keep_negl_prob(copied: Callable[[Any], Any], negl_prob: Any, device: str) -> None:
+    attn = BackLite(negl_prob)
+    leaves = leaves_of(CASE, device)
+    out = attn(*leaves, causal=True)  # so that there is a last call that must not be copied
+    twin = copied(attn)
+    assert torch.equal(torch.as_tensor(twin.negl_prob), torch.as_tensor(attn.negl_prob))
+    grads = torch.autograd.grad(out.sum(), leaves)
+    twin_grads = torch.autograd.grad(twin(*leaves, causal=True).sum(), leaves)
+    for a, b in zip(grads, twin_grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def _saved_and_loaded(module: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_a_deep_copy_is_independent(device: str) -> None:
+    attn = BackLite(0.1)
+    attn(*leaves_of(CASE, device))
+    twin = copy.deepcopy(attn)
+    twin.negl_prob = 0.4
+    assert attn.negl_prob == 0.1
+    assert twin.negl_prob == 0.4
+    assert twin.last_density is None, "the last call of the original is not the copy's"
+
+
+def test_pickle_is_small(device: str) -> None:
+    """Neither bits nor outputs of the last call travel with the module."""
+    attn = BackLite(0.1)
+    before = len(pickle.dumps(attn))
+    attn(*leaves_of(Case(2000, 2000, topics=True), device))
+    assert len(pickle.dumps(attn)) == before
+
+
+def test_state_dict_is_empty() -> None:
+    block, _ = make_block(0.1)
+    assert not BackLite([0.1, 0.2]).state_dict()
+    assert set(block.state_dict()) == {"project.weight", "project.bias"}
+    other = Block(0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(block.state_dict())
+    assert other.attn.negl_prob == 0.3
+
+
+def test_meta_then_to_empty_keeps_negl_prob(device: str) -> None:
+    """As large models are built."""
+    with torch.device("meta"):
+        block = Block(0.25)
+    block.to_empty(device=device)
+    assert block.attn.negl_prob == 0.25
+    leaves = leaves_of(CASE, device)
+    grads = torch.autograd.grad(block.attn(*leaves).sum(), leaves)
+    expected = torch.autograd.grad(attention(*leaves, 0.25).sum(), leaves)
+    for a, b in zip(grads, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_train_and_eval_are_alike(device: str) -> None:
+    """Skipping depends on gradients being wanted, not on the mode."""
+    attn = BackLite(0.3).eval()
+    attn(*leaves_of(CASE, device), causal=True)
+    assert attn.last_density < 1.0
+
+
+def test_calls_before_their_backwards_keep_their_own_tiles(device: str) -> None:
+    """Two calls of one module before either backward: each keeps its own tiles."""
+    attn = BackLite(0.3)
+    first, second = leaves_of(CASE, device), leaves_of(Case(300, 200, topics=True), device)
+    out_first = attn(*first, causal=True)
+    attn.negl_prob = 0.01
+    out_second = attn(*second)
+    for out, leaves, negl_prob, causal in [
+        (out_second, second, 0.01, False),
+        (out_first, first, 0.3, True),
+    ]:
+        grads = torch.autograd.grad(out.sum(), leaves)
+        fresh = attention(*leaves, negl_prob, causal=causal)
+        for a, b in zip(grads, torch.autograd.grad(fresh.sum(), leaves), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_compiled_results_meet_the_bound(device: str) -> None:
+    case = Case(300, 700, topics=True, causal=True, lse_grad=True, dtype=torch.bfloat16)
+    inputs = case.inputs(device)
+    live, _ = oracle.live_tiles(case, inputs, 0.05)
+    leaves = leaves_of(case, device)
+    attn = torch.compile(BackLite(0.05), fullgraph=True, backend="aot_eager")
+    out, lse = attn(*leaves, causal=True, return_softmax_lse=True)
+    grads = torch.autograd.grad([out, lse], leaves, [inputs.grad_out, inputs.grad_lse])
+    got = oracle.Results(out.detach(), lse.detach(), *grads)
+    comparer.check_results(case, inputs, got, live=live)
