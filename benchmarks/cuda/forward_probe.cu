@@ -3,6 +3,7 @@
 //   forward_probe check           O, LSE and tile statistics against float64, over odd shapes
 //   forward_probe time            TFLOP/s over the shapes of docs/hopper-forward.md
 //   forward_probe time D [S C]    only head dim D, or one shape: sequence length, causal (0 or 1)
+//   forward_probe repeat          200 launches, bitwise equal
 //   forward_probe once            a few small launches, for compute-sanitizer
 //
 // Build: see docs/hopper-forward.md. Inputs are random; outputs are poisoned before every check.
@@ -459,6 +460,29 @@ int main(int argc, char** argv) {
     for (const Case& c : kCases) wrong += !check(c);
     std::printf("%d wrong\n", wrong);
     return wrong != 0;
+  }
+  if (mode == "repeat") {
+    bool equal = true;
+    for (const Case& c :
+         {Case{"", 2, 8, 2, 1000, 1000, 128, true}, Case{"", 2, 8, 8, 1000, 3000, 64, false}}) {
+      Data<BFloat16> data(c);
+      std::vector<BFloat16> out;
+      std::vector<float> lse, stats;
+      for (int i = 0; i < 200; ++i) {
+        data.poison();
+        data.launch(true);
+        const auto same = [&](auto& first, const auto& now) {
+          if (i == 0) first = now;
+          equal =
+              equal && std::memcmp(first.data(), now.data(), first.size() * sizeof(now[0])) == 0;
+        };
+        same(out, to_host(data.o, data.q_elements));
+        same(lse, to_host(data.lse, data.num_rows()));
+        same(stats, to_host(data.stats, data.num_stats()));
+      }
+    }
+    std::printf("200 launches %s\n", equal ? "bitwise equal" : "DIFFER");
+    return !equal;
   }
   if (mode == "once") {
     for (const Case& c :

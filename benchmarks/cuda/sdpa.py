@@ -12,6 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 def time_ms(function, warm_ms=150.0, measure_ms=240.0):
     """Median time of a call in a warm steady state, by CUDA events, in milliseconds."""
+    for _ in range(3):  # the first call builds a plan, for up to a second
+        function()
+    torch.cuda.synchronize()
     times, spent = [], 0.0
     while spent < warm_ms + measure_ms:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     for (int i = 0; i < kQuerySlots; ++i) {
       shared.query_full[i].init(1);
       shared.query_empty[i].init(kRecord ? 2 * kConsumers : kConsumers);
-      for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(4);
+      for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(sm90::kMmaRows / 2);
     }
     for (int i = 0; i < kConfig.key_stages; ++i) {
       shared.key_full[i].init(1);
@@ -443,9 +443,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           }
         }
       }
-      if constexpr (kRecord) {
-        __syncwarp();
-        if (lane == 0) shared.sums_full[slot.stage][consumer].arrive();
+      if constexpr (kRecord) {  // each lane that wrote sums or row masses says so itself
+        if (lane % 4 == 0) shared.sums_full[slot.stage][consumer].arrive();
       }
 
       // Every warp has finished reading Q before any of them writes over it.
