@@ -151,13 +151,27 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} = {value!r}: accepted are True and False")
 
 
-def check_deterministic(deterministic: bool | None) -> None:
-    """Raise TypeError unless the value is a bool or None.
+def check_options(
+    scale: float | None,
+    causal: bool,
+    window_size: Sequence[int],
+    deterministic: bool | None,
+) -> tuple[float | None, tuple[int, int]]:
+    """Check the options of a call, and return scale and window in the form that operators take.
 
-    Nothing else can fail: the CPU backend repeats its results bit by bit, whatever is asked for.
+    For ``deterministic`` nothing but its type can be wrong: the CPU backend repeats its results bit
+    by bit, whatever is asked for.
+
+    Raises:
+        TypeError, ValueError: an option is not one of those that are accepted.
     """
+    if scale is not None:
+        scale = check_scale(scale)
+    if causal is not True and causal is not False:
+        check_flag("causal", causal)
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic = {deterministic!r}: accepted are True, False and None")
+    return scale, check_window(window_size)
 
 
 def check_tensor(

@@ -36,10 +36,7 @@ def _attend(
     if dtype is not None:
         query, key, value = (_autocast(tensor, dtype) for tensor in (query, key, value))
     _checks.check_inputs(query, key, value)
-    _checks.check_flag("causal", causal)
-    _checks.check_deterministic(deterministic)
-    window = _checks.check_window(window_size)
-    scale = _checks.check_scale(scale)
+    scale, window = _checks.check_options(scale, causal, window_size, deterministic)
     if num_thresholds != 1 and num_thresholds != query.shape[2]:
         raise _thresholds.wrong_count(num_thresholds, query.shape[2])
     if tile_stats is not None:
@@ -197,7 +194,7 @@ class BackLite(nn.Module):
         deterministic: bool | None = None,
     ) -> None:
         super().__init__()
-        _checks.check_deterministic(deterministic)
+        _checks.check_options(None, False, (-1, -1), deterministic)
         self.deterministic = deterministic
         self._last_call = _LastCall()
         # Compiled code reads the thresholds from here, so that a change needs no new compilation.
@@ -252,7 +249,8 @@ class BackLite(nn.Module):
         window_size: Sequence[int] = (-1, -1),
     ) -> Any:
         """Compute attention; see :func:`back_lite.attention` for arguments, results and errors."""
-        _checks.check_flag("return_softmax_lse", return_softmax_lse)
+        if return_softmax_lse is not True and return_softmax_lse is not False:
+            _checks.check_flag("return_softmax_lse", return_softmax_lse)
         out, lse, tile_bits, window = _attend(
             query,
             key,

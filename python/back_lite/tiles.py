@@ -33,6 +33,12 @@ def tile_bits_shape(
     return batch, num_heads, key_tiles, words
 
 
+def words_per_head(query_length: int, key_length: int) -> int:
+    """Return ``Tn * ceil(Tm / 32)``, the number of words of tile bits of one head."""
+    rows = QUERY_TILE * TILES_PER_WORD
+    return ((key_length + KEY_TILE - 1) // KEY_TILE) * ((query_length + rows - 1) // rows)
+
+
 def tile_stats_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     """Return the shape of a ``tile_stats`` buffer.
 
