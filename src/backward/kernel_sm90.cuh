@@ -12,8 +12,8 @@
 //
 // Its warpgroups:
 //   consumers  64 keys each for (1) to (6); half of the head dim each for (7)
-//   producer   warp 0 finds the live tiles and copies K, V, Q, dO and the row terms to shared
-//              memory; warps 1 and 2 add a consumer's half of dQ to global memory
+//   producer   one warp finds the live tiles, one copies K, V, Q, dO and the row terms to shared
+//              memory, two add a consumer's half of dQ to global memory each: producer_sm90.cuh
 //
 // Float32 operations beside the tensor cores cost them cycles, and loads from shared memory starve
 // there; with LSE and delta through the tensor cores two operations an element are left instead of
@@ -26,6 +26,8 @@
 
 #include "backward/config_sm90.h"
 #include "backward/params_sm90.h"
+#include "backward/producer_sm90.cuh"
+#include "backward/shared_sm90.cuh"
 #include "backward/tile_source_sm90.cuh"
 #include "common/mask.h"
 #include "sm90/barrier.cuh"
@@ -45,44 +47,6 @@ enum NamedBarrier : int {
   kNumNamedBarriers = kOneConsumer + kConsumers
 };
 static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
-
-inline constexpr int kItemSlots = 2;
-
-template <typename Config, typename Element>
-struct alignas(sm90::kTileAlignment) SharedMemory {
-  static constexpr BackwardConfig kConfig = Config::kConfig;
-  static constexpr int kTileElements = kQueries * kConfig.head_dim;
-
-  Element key[kKeys * kConfig.head_dim];
-  Element value[kKeys * kConfig.head_dim];
-  Element query[kConfig.query_stages][kTileElements];
-  Element grad_out[kConfig.query_stages][kTileElements];
-  // dS [64 queries][128 keys], two, so that one barrier a tile is enough. After an item's last tile
-  // the same bytes hold dV on its way out, each consumer's 64 rows.
-  union {
-    Element grad_scores[2][kQueries * kKeys];
-    Element grad_value[kConsumers][kTileElements];
-  };
-  // Each consumer's columns of dQ, then its rows of dK.
-  union {
-    float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
-    Element grad_key[kConsumers][kTileElements];
-  };
-  Element row_terms[kConfig.query_stages][kQueries * kRowTerms];
-  // The other operand of the row terms' step, 64 x 16 in core matrices: ones (or the first part's
-  // factor) in the columns of LSE's parts for (1), of delta's for (4).
-  Element lse_ones[sm90::kMmaRows * sm90::kMmaDepth];
-  Element delta_ones[sm90::kMmaRows * sm90::kMmaDepth];
-
-  schedule_sm90::WorkItem item[kItemSlots];
-  int query_tile[kConfig.query_stages];       // within the head
-  int grad_query_tile[kConfig.query_stages];  // (b * H + h) * Tm + query tile
-  int reduce_tile[kConsumers];                // as grad_query_tile; negative: the end
-
-  sm90::Barrier key_full, key_empty, value_full, value_empty;
-  sm90::Barrier tile_full[kConfig.query_stages], tile_empty[kConfig.query_stages];
-  sm90::Barrier grad_query_full[kConsumers], grad_query_empty[kConsumers];
-};
 
 // Masks S^T of one tile: rows are keys, columns queries. `relative` is the key's position minus the
 // query's (shifted to the mask's diagonal) for this thread's first element.
@@ -129,13 +93,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::prefetch_tensor_map(params.query);
     sm90::prefetch_tensor_map(params.grad_out);
     constexpr int kConsumerWarps = 4 * kConsumers;
-    shared.key_full.init(1);
-    shared.key_empty.init(kConsumerWarps);
+    for (int i = 0; i < kItemSlots; ++i) {
+      shared.key_full[i].init(1);
+      shared.key_empty[i].init(kConsumerWarps);
+    }
     shared.value_full.init(1);
     shared.value_empty.init(kConsumerWarps);
     for (int i = 0; i < kStages; ++i) {
       shared.tile_full[i].init(1);
       shared.tile_empty[i].init(kConsumerWarps);
+    }
+    for (int i = 0; i < kFoundSlots; ++i) {
+      shared.found_full[i].init(1);
+      shared.found_empty[i].init(1);
     }
     for (int i = 0; i < kConsumers; ++i) {
       shared.grad_query_full[i].init(4);
@@ -143,15 +113,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     sm90::fence_barrier_init();
   }
-  for (int i = threadIdx.x; i < sm90::kMmaRows * sm90::kMmaDepth; i += kThreads) {
-    constexpr int kCoreElements = sm90::kCoreRows * sm90::kChunkColumns;
-    const int column = i % sm90::kChunkColumns + i / kCoreElements % 2 * sm90::kChunkColumns;
+  for (int i = threadIdx.x; i < kCoreElements; i += kThreads) {
+    const int column = i % sm90::kChunkColumns;
     const float first = std::is_same_v<Element, sm90::Float16> ? kFirstPartFactorFp16 : 1.0f;
     const auto factor = [&](int part) { return part == 0 ? first : 1.0f; };
     const bool is_lse = column < kParts;
     const bool is_delta = !is_lse && column < 2 * kParts;
     shared.lse_ones[i] = Element(is_lse ? factor(column) : 0.0f);
     shared.delta_ones[i] = Element(is_delta ? factor(column - kParts) : 0.0f);
+    shared.zeros[i] = Element(0.0f);
   }
   sm90::fence_async_proxy();
   __syncthreads();
@@ -159,94 +129,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == kConsumers) {
     sm90::give_registers<kConfig.producer_registers>();
 
-    // ---- Producer: one warp, whose first lane copies -----------------------------------------
-    if (warp == 0) {
-      const int num_items = params.schedule->num_items;
-      sm90::Ring<kItemSlots> slot;
-      TileRing stage;
-      uint32_t item_parity = 1;  // K and V have one stage: its parity flips with every item
-      int index = blockIdx.x;
-      while (index < num_items) {
-        const schedule_sm90::WorkItem item = params.items[index];
-        // Asked for early: the answer takes about a microsecond and is needed at the item's end.
-        if (lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
-        TileSource source(params, item, lane);
-
-        const auto load_key_side = [&](Element* tile, const CUtensorMap& map, sm90::Barrier& full,
-                                       sm90::Barrier& empty) {
-          empty.wait(item_parity);
-          full.arrive_and_expect(kKeyBytes);
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            sm90::tma_load(tile + b * kKeyBlock, map, full, b * sm90::kBlockColumns,
-                           item.key_tile * kKeys, item.key_head, item.batch);
-          }
-        };
-        const auto load_tile = [&](const QueryTile& tile) {
-          const int head = item.key_head * params.heads_per_key_head + tile.head;
-          const int batch_head = item.batch * params.num_query_heads + head;
-          const int global_tile = batch_head * params.num_query_tiles + tile.index;
-          sm90::Barrier& full = shared.tile_full[stage.stage];
-          shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
-          shared.query_tile[stage.stage] = tile.index;
-          shared.grad_query_tile[stage.stage] = global_tile;
-          full.arrive_and_expect(2 * kQueryBytes + kRowTermBytes);
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            sm90::tma_load(shared.query[stage.stage] + b * kQueryBlock, params.query, full,
-                           b * sm90::kBlockColumns, tile.index * kQueries, head, item.batch);
-          }
-          sm90::bulk_load(shared.row_terms[stage.stage],
-                          static_cast<const Element*>(params.row_terms) +
-                              static_cast<int64_t>(global_tile) * kQueries * kRowTerms,
-                          kRowTermBytes, full);
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            sm90::tma_load(shared.grad_out[stage.stage] + b * kQueryBlock, params.grad_out, full,
-                           b * sm90::kBlockColumns, tile.index * kQueries, head, item.batch);
-          }
-        };
-
-        // V, Q and dO while the previous item's last tile is still at work; K, which that tile
-        // needs longest, comes last. Consumers wait for K first, so the item is there by then.
-        QueryTile tile = source.next();
-        if (lane == 0) {
-          load_key_side(shared.value, params.value, shared.value_full, shared.value_empty);
-          load_tile(tile);
-          shared.item[slot.stage] = item;
-          load_key_side(shared.key, params.key, shared.key_full, shared.key_empty);
-        }
-        stage.advance();
-        slot.advance();
-        item_parity ^= 1;
-#pragma unroll 1
-        for (int i = 1; i < item.num_live; ++i) {
-          tile = source.next();
-          if (lane == 0) load_tile(tile);
-          stage.advance();
-          __syncwarp();
-        }
-        index = __shfl_sync(~0u, index, 0);
-      }
-      if (lane == 0) {
-        shared.key_empty.wait(item_parity);
-        shared.item[slot.stage].num_live = 0;
-        shared.key_full.arrive();
-      }
-    } else if (warp <= kConsumers && lane == 0) {
-      // ---- dQ: one thread for each consumer's half ---------------------------------------------
-      const int consumer = warp - 1;
-      for (uint32_t parity = 0;; parity ^= 1) {
-        shared.grad_query_full[consumer].wait(parity);
-        const int tile = shared.reduce_tile[consumer];
-        if (tile < 0) break;
-        sm90::bulk_add(params.grad_query +
-                           (static_cast<int64_t>(tile) * kConsumers + consumer) * kGradQueryFloats,
-                       shared.grad_query[consumer], kGradQueryFloats * sizeof(float));
-        sm90::tma_store_wait_read();
-        shared.grad_query_empty[consumer].arrive();
-      }
-      sm90::bulk_wait();
+    if (warp == kFinder) {
+      find_tiles<TileSource>(params, shared, lane);
+    } else if (warp == kLoader) {
+      if (lane == 0) load_tiles<Config>(params, shared);
+    } else {
+      if (lane == 0) add_grad_query<Config>(params, shared, warp - kReducer);
     }
   } else {
     // ---- Consumers -----------------------------------------------------------------------------
@@ -264,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Operands by descriptor; "rows" are transposed, their depth runs along the rows.
     constexpr int kHalfKeyBytes = sm90::kMmaRows * sm90::kSwizzleBytes;
     constexpr int kQueryBlockBytes = kQueryBlock * sizeof(Element);
+    constexpr uint32_t kKeyStep = kKeyBytes / sm90::kChunkBytes;
     constexpr uint32_t kStageStep = kQueryBytes / sm90::kChunkBytes;
     constexpr uint32_t kScoresStep = kQueries * kKeys * sizeof(Element) / sm90::kChunkBytes;
     constexpr uint32_t kTermsStep = kRowTermBytes / sm90::kChunkBytes;
@@ -286,10 +175,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Both halves of the depth read the same eight columns of row terms (leading offset 0); the
     // second half meets zeros.
     const uint32_t terms_operand = operand(shared.row_terms, 0, 0);
-    constexpr uint32_t kOnesHigh = sm90::core_descriptor_high(2 * sm90::kCoreBytes);
+    constexpr uint32_t kOnesHigh = sm90::core_descriptor_high(0);  // all rows are alike
     constexpr uint32_t kTermsHigh = sm90::core_descriptor_high(sm90::kCoreBytes);
     using TermsStep = sm90::CoreStep<Element, kOnesHigh, kTermsHigh>;
-    const uint32_t lse_ones = operand(shared.lse_ones, 0, sm90::kCoreBytes);
+    const uint32_t lse_ones = operand(shared.lse_ones, 0, 2 * sm90::kCoreBytes);
     const uint32_t delta_ones = operand(shared.delta_ones, 0, sm90::kCoreBytes);
 
     // Where this lane's rows of dS go: transposed, so a row is a query, 64 keys of this consumer.
@@ -301,15 +190,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     TileRing stage;
     sm90::Ring<kItemSlots> slot;
-    uint32_t item_parity = 0;
+    uint32_t value_parity = 0;
     uint32_t grad_query_parity = 1;
     bool has_stored = false;  // dK and dV of the previous item are on their way out
-    for (;; slot.advance(), item_parity ^= 1) {
-      shared.key_full.wait(item_parity);
+    for (;; slot.advance(), value_parity ^= 1) {
+      shared.key_full[slot.stage].wait(slot.parity);
       const int num_live = shared.item[slot.stage].num_live;
       if (num_live == 0) break;
       const int first_key = shared.item[slot.stage].key_tile * kKeys;
-      shared.value_full.wait(item_parity);
+      shared.value_full.wait(value_parity);
+      const uint32_t key_step = slot.stage * kKeyStep;
       if (has_stored) {
         // Their staging is dS's and dQ's.
         if (thread == 0) sm90::tma_store_wait_read();
@@ -331,13 +221,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
         shared.tile_full[stage.stage].wait(stage.parity);
         const uint32_t stage_step = stage.stage * kStageStep;
+        // Read here: beside products from shared memory a load would wait for most of them.
+        const int first_query = shared.query_tile[stage.stage] * kQueries;
         sm90::wgmma_fence();
 
         // (1)
 #pragma unroll
         for (int k = 0; k < kD / kStep; ++k) {
           ProductS::template with_shared_a<false>(
-              scores, key_operand + sm90::step_along_columns(kKeys, k),
+              scores, key_operand + key_step + sm90::step_along_columns(kKeys, k),
               query_operand + stage_step + sm90::step_along_columns(kQueries, k), k > 0);
         }
         TermsStep::issue(scores, lse_ones, terms_operand + stage.stage * kTermsStep);
@@ -357,7 +249,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         sm90::wgmma_wait<1>();
         sm90::pin(scores);
         {
-          const int first_query = shared.query_tile[stage.stage] * kQueries;
           const int diagonal = static_cast<int>(params.mask.offset);
           const int relative = first_key - first_query - diagonal;  // of the tile's first corner
           const int keys_left = static_cast<int>(params.mask.key_length) - first_key;
@@ -417,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int k = 0; k < kKeys / kStep; ++k) {
           const uint32_t a =
               scores_operand + buffer * kScoresStep + sm90::step_along_columns(kQueries, k);
-          const uint32_t b = key_rows + sm90::step_along_rows(k);
+          const uint32_t b = key_rows + key_step + sm90::step_along_rows(k);
           if constexpr (kConfig.grad_query_columns() == 64) {
             ProductS::template with_shared_a<true>(grad_query, a, b, k > 0);
           } else {
@@ -460,8 +351,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       sm90::pin(grad_key);
       sm90::pin(grad_value);
-      if (lane == 0) shared.key_empty.arrive();
-
       // ---- dK and dV, while the next item's K and V arrive -----------------------------------
       const schedule_sm90::WorkItem& item = shared.item[slot.stage];
       if (item.part_slot >= 0) {
@@ -479,6 +368,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         };
         add(grad_value, parts);
         add(grad_key, parts + kConsumers * kFragment);
+        __syncwarp();
+        if (lane == 0) shared.key_empty[slot.stage].arrive();
         has_stored = false;
         continue;
       }
@@ -518,6 +409,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         sm90::tma_store_commit();
       }
+      __syncwarp();
+      if (lane == 0) shared.key_empty[slot.stage].arrive();
       has_stored = true;
     }
     shared.grad_query_empty[consumer].wait(grad_query_parity);

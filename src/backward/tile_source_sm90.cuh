@@ -22,19 +22,27 @@ class DenseTiles {
     const Range allowed = params.mask.query_tiles(item.key_tile);
     begin_ = static_cast<int>(allowed.begin);
     end_ = static_cast<int>(allowed.end);
-    const int size = end_ - begin_;
-    next_ = {.head = item.first_live / size, .index = begin_ + item.first_live % size};
+    size_ = end_ - begin_;
+    const int ordinal = item.first_live % size_;
+    left_ = size_ - ordinal;
+    next_ = {.head = item.first_live / size_, .index = begin_ + ordinal};
   }
 
   __device__ __forceinline__ QueryTile next() {
     const QueryTile tile = next_;
-    if (++next_.index == end_) next_ = {.head = next_.head + 1, .index = begin_};
+    if (++next_.index == end_) next_.index = begin_;
+    if (--left_ == 0) {
+      left_ = size_;
+      ++next_.head;
+    }
     return tile;
   }
 
  private:
   int begin_;
   int end_;
+  int size_;
+  int left_;  // of this head
   QueryTile next_;
 };
 

@@ -1,0 +1,158 @@
+// What the warps of the producer's warpgroup do: find live tiles, load, add dQ.
+#pragma once
+
+#include <cstdint>
+
+#include "backward/config_sm90.h"
+#include "backward/params_sm90.h"
+#include "backward/shared_sm90.cuh"
+#include "backward/tile_source_sm90.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/bulk.cuh"
+#include "sm90/tma.cuh"
+
+namespace backlite::backward_sm90 {
+
+enum ProducerWarp : int {
+  kFinder = 0,
+  kLoader = 1,
+  kReducer = 2,  // + consumer
+  kNumProducerWarps = kReducer + kConsumers
+};
+static_assert(kNumProducerWarps == 4, "A warpgroup");
+
+// Takes items from the counter and hands their tiles to the loader. A whole warp.
+template <typename TileSource, typename Shared>
+__device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared& shared, int lane) {
+  sm90::Ring<kFoundSlots> slot;
+  const auto hand_over = [&](const FoundTile& tile) {
+    if (lane == 0) {
+      shared.found_empty[slot.stage].wait(slot.parity ^ 1);
+      shared.found[slot.stage] = tile;
+      shared.found_full[slot.stage].arrive();
+    }
+    slot.advance();
+    __syncwarp();
+  };
+  const int num_items = params.schedule->num_items;
+  int index = blockIdx.x;
+  while (index < num_items) {
+    const schedule_sm90::WorkItem item = params.items[index];
+    // Asked for early: the answer takes about a microsecond and is needed at the item's end.
+    if (lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
+    TileSource source(params, item, lane);
+#pragma unroll 1
+    for (int i = 0; i < item.num_live; ++i) {
+      const QueryTile tile = source.next();
+      hand_over({.batch = item.batch,
+                 .head = item.key_head * params.heads_per_key_head + tile.head,
+                 .query_tile = tile.index,
+                 .key_tile = item.key_tile,
+                 .num_live = i == 0 ? item.num_live : 0,
+                 .part_slot = item.part_slot,
+                 .reserved = {}});
+    }
+    index = __shfl_sync(~0u, index, 0);
+  }
+  hand_over({.query_tile = -1});
+}
+
+// Copies K, V, Q, dO and the row terms to shared memory. One thread.
+template <typename Config, typename Shared>
+__device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared& shared) {
+  using Element = typename Shared::Element;
+  constexpr BackwardConfig kConfig = Config::kConfig;
+  constexpr int kBlocks = kConfig.column_blocks();
+  constexpr int kElementBytes = sizeof(Element);
+  constexpr int kKeyBytes = kKeys * kConfig.head_dim * kElementBytes;
+  constexpr int kQueryBytes = kQueries * kConfig.head_dim * kElementBytes;
+  constexpr int kRowTermBytes = kQueries * kRowTerms * kElementBytes;
+
+  sm90::Ring<kFoundSlots> found;
+  sm90::Ring<kItemSlots> slot;
+  sm90::Ring<kConfig.query_stages> stage;
+  uint32_t value_parity = 0;  // V has one stage: its parity flips with every item
+  for (;; found.advance()) {
+    shared.found_full[found.stage].wait(found.parity);
+    const FoundTile tile = shared.found[found.stage];
+    shared.found_empty[found.stage].arrive();
+    if (tile.query_tile < 0) break;
+    const int key_head = tile.head / params.heads_per_key_head;
+
+    const auto load_key_side = [&](Element* to, const CUtensorMap& map, sm90::Barrier& full) {
+      full.arrive_and_expect(kKeyBytes);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        sm90::tma_load(to + b * kKeys * sm90::kBlockColumns, map, full, b * sm90::kBlockColumns,
+                       tile.key_tile * kKeys, key_head, tile.batch);
+      }
+    };
+    const auto load_query_side = [&](Element* to, const CUtensorMap& map, sm90::Barrier& full) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        sm90::tma_load(to + b * kQueries * sm90::kBlockColumns, map, full, b * sm90::kBlockColumns,
+                       tile.query_tile * kQueries, tile.head, tile.batch);
+      }
+    };
+
+    // In the order in which space becomes free: K's slot after the item before the last, Q and dO
+    // after the last item's last tile but one, V during its last tile.
+    if (tile.num_live > 0) {
+      shared.key_empty[slot.stage].wait(slot.parity ^ 1);
+      shared.item[slot.stage] = {.batch = tile.batch,
+                                 .key_head = key_head,
+                                 .key_tile = tile.key_tile,
+                                 .first_live = 0,
+                                 .num_live = tile.num_live,
+                                 .part_slot = tile.part_slot,
+                                 .reserved = {}};
+      load_key_side(shared.key[slot.stage], params.key, shared.key_full[slot.stage]);
+      slot.advance();
+    }
+
+    const int global_tile =
+        (tile.batch * params.num_query_heads + tile.head) * params.num_query_tiles +
+        tile.query_tile;
+    sm90::Barrier& full = shared.tile_full[stage.stage];
+    shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
+    shared.query_tile[stage.stage] = tile.query_tile;
+    shared.grad_query_tile[stage.stage] = global_tile;
+    full.arrive_and_expect(2 * kQueryBytes + kRowTermBytes);
+    load_query_side(shared.query[stage.stage], params.query, full);
+    sm90::bulk_load(shared.row_terms[stage.stage],
+                    static_cast<const Element*>(params.row_terms) +
+                        static_cast<int64_t>(global_tile) * kQueries * kRowTerms,
+                    kRowTermBytes, full);
+    load_query_side(shared.grad_out[stage.stage], params.grad_out, full);
+    stage.advance();
+
+    if (tile.num_live > 0) {
+      shared.value_empty.wait(value_parity ^ 1);
+      load_key_side(shared.value, params.value, shared.value_full);
+      value_parity ^= 1;
+    }
+  }
+  shared.key_empty[slot.stage].wait(slot.parity ^ 1);
+  shared.item[slot.stage].num_live = 0;
+  shared.key_full[slot.stage].arrive();
+}
+
+// Adds a consumer's columns of dQ to global memory. One thread.
+template <typename Config, typename Shared>
+__device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared,
+                                               int consumer) {
+  constexpr int kFloats = kQueries * Config::kConfig.grad_query_columns();
+  for (uint32_t parity = 0;; parity ^= 1) {
+    shared.grad_query_full[consumer].wait(parity);
+    const int tile = shared.reduce_tile[consumer];
+    if (tile < 0) break;
+    sm90::bulk_add(
+        params.grad_query + (static_cast<int64_t>(tile) * kConsumers + consumer) * kFloats,
+        shared.grad_query[consumer], kFloats * sizeof(float));
+    sm90::tma_store_wait_read();
+    shared.grad_query_empty[consumer].arrive();
+  }
+  sm90::bulk_wait();
+}
+
+}  // namespace backlite::backward_sm90
