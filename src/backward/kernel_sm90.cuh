@@ -346,6 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) shared.grad_query_full[consumer].arrive();
 
         sm90::wgmma_wait<0>();
+        __syncwarp();
         if (lane == 0) shared.tile_empty[stage.stage].arrive();
         stage.advance();
       }

@@ -37,21 +37,8 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   static constexpr BackwardConfig kConfig = Config::kConfig;
   static constexpr int kTileElements = kQueries * kConfig.head_dim;
 
-  Element key[kItemSlots][kKeys * kConfig.head_dim];
-  Element value[kKeys * kConfig.head_dim];
-  Element query[kConfig.query_stages][kTileElements];
-  Element grad_out[kConfig.query_stages][kTileElements];
-  // dS [64 queries][128 keys], two, so that one barrier a tile is enough. After an item's last tile
-  // the same bytes hold dV on its way out, each consumer's 64 rows.
-  union {
-    Element grad_scores[2][kQueries * kKeys];
-    Element grad_value[kConsumers][kTileElements];
-  };
-  // Each consumer's columns of dQ, then its rows of dK.
-  union {
-    float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
-    Element grad_key[kConsumers][kTileElements];
-  };
+  // The small things come first: compute-sanitizer takes the operands of the row terms' step for
+  // 2 KiB each and reports them where the block's memory ends sooner.
   Element row_terms[kConfig.query_stages][kQueries * kRowTerms];
   // The other operand of the row terms' step, core matrices for the two halves of its depth. First
   // half: ones (or the first part's factor) in the columns of LSE's parts for (1), of delta's for
@@ -71,6 +58,22 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   sm90::Barrier tile_full[kConfig.query_stages], tile_empty[kConfig.query_stages];
   sm90::Barrier grad_query_full[kConsumers], grad_query_empty[kConsumers];
   sm90::Barrier found_full[kFoundSlots], found_empty[kFoundSlots];
+
+  alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
+  Element value[kKeys * kConfig.head_dim];
+  Element query[kConfig.query_stages][kTileElements];
+  Element grad_out[kConfig.query_stages][kTileElements];
+  // dS [64 queries][128 keys], two, so that one barrier a tile is enough. After an item's last tile
+  // the same bytes hold dV on its way out, each consumer's 64 rows.
+  union {
+    Element grad_scores[2][kQueries * kKeys];
+    Element grad_value[kConsumers][kTileElements];
+  };
+  // Each consumer's columns of dQ, then its rows of dK.
+  union {
+    float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
+    Element grad_key[kConsumers][kTileElements];
+  };
 };
 
 }  // namespace backlite::backward_sm90
