@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import shutil
 import sys
 from collections.abc import Iterator
+
+# Before torch loads OpenMP: threads that wait sleep. By default they spin, and where other programs
+# use the same cores, thousands of small calls then take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis
 import pytest
