@@ -222,7 +222,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         shared.tile_full[stage.stage].wait(stage.parity);
         const uint32_t stage_step = stage.stage * kStageStep;
         // Read here: beside products from shared memory a load would wait for most of them.
-        const int first_query = shared.query_tile[stage.stage] * kQueries;
+        // One lane a warp reads, the one that hands the stage back.
+        const int first_query =
+            sm90::warp_uniform(lane == 0 ? shared.query_tile[stage.stage] : 0) * kQueries;
         sm90::wgmma_fence();
 
         // (1)
