@@ -4,12 +4,12 @@
 // backlite::InvalidArgument becomes ValueError and backlite::NotSupported NotImplementedError.
 // tvm-ffi releases the interpreter lock around each of these functions.
 #include <backlite/backlite.h>
+#include <sys/mman.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
 #include <cstdint>
-#include <memory>
 #include <new>
 
 #include "conversions.h"
@@ -34,21 +34,32 @@ auto translate(const Stage& stage) {
   TVM_FFI_UNREACHABLE();
 }
 
-// Scratch memory of one call, aligned as the core asks.
+// Scratch memory of one call, aligned as the core asks. The allocator maps large blocks anew at each
+// call, and a fresh page costs 1.7 us: 14 ms for 32 MiB, more than a sparse backward at 2k. In huge
+// pages, where Linux has them, it is 3.5 ms.
 class Workspace {
  public:
   explicit Workspace(size_t bytes)
-      : bytes_(bytes), data_(bytes == 0 ? nullptr : ::operator new(bytes, kAlign)) {}
-  void* data() const { return data_.get(); }
+      : bytes_(bytes),
+        alignment_(bytes >= kHugePage ? kHugePage : kAlignment),
+        data_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{alignment_})) {
+#if defined(MADV_HUGEPAGE)
+    // Advice: where it is refused, ordinary pages serve.
+    if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  ~Workspace() { ::operator delete(data_, std::align_val_t{alignment_}); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
  private:
-  static constexpr std::align_val_t kAlign{kAlignment};
-  struct Free {
-    void operator()(void* data) const { ::operator delete(data, kAlign); }
-  };
+  static constexpr size_t kHugePage = size_t{2} << 20;
   size_t bytes_;
-  std::unique_ptr<void, Free> data_;
+  size_t alignment_;
+  void* data_;
 };
 
 backlite::Execution execution_on(const Workspace& workspace, int64_t num_threads) {

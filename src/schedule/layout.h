@@ -21,7 +21,7 @@ struct WorkItem {
 // by one thread, in order, into a dQ of its own, and the lanes' dQ are added in order afterwards. So
 // the result does not depend on the number of threads, nothing waits, and few heads still feed many
 // threads. The number of lanes bounds the parallelism and, times dQ, the workspace.
-inline constexpr int64_t kMinLanes = 32;
+inline constexpr int64_t kMinLanes = 16;
 
 inline int64_t lanes_per_head(const Problem& problem) {
   const int64_t heads = std::max<int64_t>(problem.batch * problem.num_key_heads, 1);
