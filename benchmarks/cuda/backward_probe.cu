@@ -588,7 +588,8 @@ double median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
-// Median times of several launches in milliseconds, each in a warm steady state. In batches, by turns.
+// Median times of several launches in milliseconds, each in a warm steady state. Launches take
+// turns, in batches.
 template <typename... Launch>
 std::vector<double> time_ms(const Launch&... launch) {
   constexpr int kRounds = 4;
