@@ -7,8 +7,8 @@
 // Four stages, called in this order, each on caller-owned memory:
 //
 //   forward   Q, K, V          -> O, LSE, tile_stats (how much probability every tile holds)
-//   select    tile_stats       -> tile_bits          (one bit a tile: 1 = live, visited by the backward)
-//   schedule  tile_bits        -> schedule           (who computes which live tiles, in which order)
+//   select    tile_stats       -> tile_bits    (one bit a tile: 1 = live, visited by the backward)
+//   schedule  tile_bits        -> schedule     (who computes which live tiles, in which order)
 //   backward  all of the above -> dQ, dK, dV
 //
 // Nothing here allocates device memory or synchronises: every stage states how much workspace it

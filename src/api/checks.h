@@ -1,5 +1,5 @@
-// Argument checks of the public functions. Each throws InvalidArgument or NotSupported with a message
-// of the form "name = value: what is accepted".
+// Argument checks of the public functions. Each throws InvalidArgument or NotSupported with a
+// message of the form "name = value: what is accepted".
 #pragma once
 
 #include "backlite/backlite.h"

@@ -82,8 +82,8 @@ struct Workspace {
   }
 };
 
-// Before the columns: delta, and a LSE that is safe for rows without keys. Their delta is 0, whatever
-// the gradient into their LSE of -inf is.
+// Before the columns: delta, and a LSE that is safe for rows without keys. Their delta is 0,
+// whatever the gradient into their LSE of -inf is.
 template <typename Element>
 void prepare_query_tile(const Problem& problem, const BackwardArgs& args, const Mask& mask,
                         int64_t head_idx, int64_t query_tile,
@@ -167,9 +167,9 @@ class Column {
     const int64_t head_idx = item_.batch * problem_.num_query_heads + head;
     const int64_t tile = head_idx * num_query_tiles(problem_.query_length) + query_tile;
 
-    // Copied at every visit: the copy brings the rows into L1 in long strides of the prefetcher, where
-    // the products would fetch them a few numbers at a time. Reading one contiguous copy of all of Q
-    // and dO in place instead made the backward 20% slower.
+    // Copied at every visit: the copy brings the rows into L1 in long strides of the prefetcher,
+    // where the products would fetch them a few numbers at a time. Reading one contiguous copy of
+    // all of Q and dO in place instead made the backward 20% slower.
     const auto fetch = [&](const ConstTensor& tensor, Compute* to) {
       load<Element>(rows_of<Element>(tensor, item_.batch, head, rows.begin, rows.size(), head_dim),
                     to, padded_dim_);

@@ -1,4 +1,5 @@
-// Where the backward's next query tile of a column comes from. Dense and sparse differ in this alone.
+// Where the backward's next query tile of a column comes from. Dense and sparse differ in this
+// alone.
 #pragma once
 
 #include <bit>

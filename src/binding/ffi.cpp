@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <new>
 
-#include "conversions.h"
+#include "binding/conversions.h"
 
 namespace backlite_ffi {
 namespace {
@@ -34,9 +34,9 @@ auto translate(const Stage& stage) {
   TVM_FFI_UNREACHABLE();
 }
 
-// Scratch memory of one call, aligned as the core asks. The allocator maps large blocks anew at each
-// call, and a fresh page costs 1.7 us: 14 ms for 32 MiB, more than a sparse backward at 2k. In huge
-// pages, where Linux has them, it is 3.5 ms.
+// Scratch memory of one call, aligned as the core asks. The allocator maps large blocks anew at
+// each call, and a fresh page costs 1.7 us: 14 ms for 32 MiB, more than a sparse backward at 2k. In
+// huge pages, where Linux has them, it is 3.5 ms.
 class Workspace {
  public:
   explicit Workspace(size_t bytes)

@@ -22,8 +22,9 @@ inline constexpr int kVectorBytes = 16;
 inline constexpr int kProductColumns = 4;
 #endif
 
-// Callers pad m and n to these, and align A and C to kVectorBytes (their data and, with strides that
-// are multiples of kProductRowStep, every row). What the padding holds is computed with, never read.
+// Callers pad m and n to these, and align A and C to kVectorBytes (their data and, with strides
+// that are multiples of kProductRowStep, every row). What the padding holds is computed with, never
+// read.
 inline constexpr int64_t kProductRowStep = 16;
 inline constexpr int64_t kProductColumnStep = 8;
 

@@ -56,9 +56,9 @@ struct Scratch {       // of one thread
   }
 };
 
-// K and V of one head lie heads * head_dim elements apart from row to row, a power of two in practice:
-// they map to a fraction of the cache's sets and would be fetched from memory by every block anew
-// (10% of the forward). So they are copied once, contiguous and in the compute type.
+// K and V of one head lie heads * head_dim elements apart from row to row, a power of two in
+// practice: they map to a fraction of the cache's sets and would be fetched from memory by every
+// block anew (10% of the forward). So they are copied once, contiguous and in the compute type.
 template <typename Compute>
 struct Workspace {
   Compute* key;          // [B, Hk, Tn * 128, D]
@@ -207,7 +207,8 @@ class Block {
     }
   }
 
-  // (5) A row saw a key iff its sum is not 0 (at its maximum P = 1): a NaN counts as seen, and stays.
+  // (5) A row saw a key iff its sum is not 0 (at its maximum P = 1): a NaN counts as seen, and
+  // stays.
   void store() {
     const auto row_max = row_vector(scratch_.row_max, rows_);
     const auto row_sum = row_vector(scratch_.row_sum, rows_);
@@ -284,8 +285,8 @@ void forward_all(const Problem& problem, const ForwardArgs& args, const Executio
     copy(args.value, workspace.value);
   });
 
-  // Head by head, so that its K and V stay in L2; the last blocks first, since they see the most keys
-  // under a causal mask.
+  // Head by head, so that its K and V stay in L2; the last blocks first, since they see the most
+  // keys under a causal mask.
   parallel_for(heads * blocks, execution.num_threads, [&](int64_t index, int thread) {
     Carver carver(workspace.scratch + workspace.scratch_bytes * thread);
     const Scratch<Compute> scratch(carver, problem, record);

@@ -17,10 +17,10 @@ struct WorkItem {
   int32_t num_live;  // live tiles, over the query heads of the group
 };
 
-// Columns of one (batch, key head) add to the same dQ. They are dealt to lanes: a lane is worked off
-// by one thread, in order, into a dQ of its own, and the lanes' dQ are added in order afterwards. So
-// the result does not depend on the number of threads, nothing waits, and few heads still feed many
-// threads. The number of lanes bounds the parallelism and, times dQ, the workspace.
+// Columns of one (batch, key head) add to the same dQ. They are dealt to lanes: a lane is worked
+// off by one thread, in order, into a dQ of its own, and the lanes' dQ are added in order
+// afterwards. So the result does not depend on the number of threads, nothing waits, and few heads
+// still feed many threads. The number of lanes bounds the parallelism and, times dQ, the workspace.
 inline constexpr int64_t kMinLanes = 16;
 
 inline int64_t lanes_per_head(const Problem& problem) {
