@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,53 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Options(TypedDict, total=False):
+        scale: float | None
+        tile_stats: Tensor | None
+        causal: bool
+        window_size: Sequence[int]
+        deterministic: bool | None
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: float | Sequence[float] | Tensor = ...,
+    *,
+    return_softmax_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: float | Sequence[float] | Tensor = ...,
+    *,
+    return_softmax_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: float | Sequence[float] | Tensor = ...,
+    *,
+    return_softmax_lse: bool,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -88,7 +135,7 @@ def attention(
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
     deterministic: bool | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention: exact in the forward, skipping negligible tiles in the backward.
 
     Shapes: B = batch, H = query heads, Hk = key heads (Hk divides H), Sq, Sk = lengths,
@@ -247,7 +294,7 @@ class BackLite(nn.Module):
         tile_stats: Tensor | None = None,
         causal: bool = False,
         window_size: Sequence[int] = (-1, -1),
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention; see :func:`back_lite.attention` for arguments, results and errors."""
         if return_softmax_lse is not True and return_softmax_lse is not False:
             _checks.check_flag("return_softmax_lse", return_softmax_lse)
