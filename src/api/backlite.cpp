@@ -1,8 +1,6 @@
 // The public functions: check, then hand over to the backend of the problem's device.
 #include "backlite/backlite.h"
 
-#include <string>
-
 #include "api/checks.h"
 #include "api/isa.h"
 #include "common/fixed_point.h"
@@ -25,10 +23,7 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
 }
 
 int64_t negl_prob_to_fixed(double negl_prob) {
-  if (!(negl_prob >= 0.0 && negl_prob < 1.0)) {
-    throw InvalidArgument("negl_prob = " + std::to_string(negl_prob) +
-                          ": accepted are numbers from 0 to below 1");
-  }
+  check_negl_prob(negl_prob);
   return prob_to_fixed(negl_prob);
 }
 
@@ -52,7 +47,7 @@ size_t schedule_bytes(const Problem& problem) {
 void schedule(const Problem& problem, const ScheduleArgs& args, const Execution& execution) {
   check_problem(problem);
   check_num_threads(execution.num_threads);
-  check(problem, args);
+  check(args);
   cpu::schedule(problem, args);
 }
 

@@ -1,6 +1,9 @@
 #include "api/checks.h"
 
+#include <array>
+#include <charconv>
 #include <cmath>
+#include <concepts>
 #include <string>
 
 #include "common/mask.h"
@@ -17,13 +20,19 @@ constexpr int64_t kMaxLength = (int64_t{1} << 23) * kQueryTile;
 // Numbers of elements and their products with a stride must stay far from 2^63.
 constexpr int64_t kMaxCount = int64_t{1} << 31;
 
+std::string text_of(const char* value) { return value; }
+std::string text_of(std::integral auto value) { return std::to_string(value); }
+
+// The shortest text that reads back as the same number: the value must show why it is refused.
+std::string text_of(double value) {
+  std::array<char, 32> text;
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return {text.data(), end};
+}
+
 template <typename Value>
-[[noreturn]] void refuse(const std::string& name, const Value& value, const std::string& accepted) {
-  if constexpr (std::is_convertible_v<Value, std::string>) {
-    throw InvalidArgument(name + " = " + std::string(value) + ": " + accepted);
-  } else {
-    throw InvalidArgument(name + " = " + std::to_string(value) + ": " + accepted);
-  }
+[[noreturn]] void refuse(const std::string& name, Value value, const std::string& accepted) {
+  throw InvalidArgument(name + " = " + text_of(value) + ": " + accepted);
 }
 
 void check_range(const std::string& name, int64_t value, int64_t low, int64_t high) {
@@ -34,6 +43,16 @@ void check_range(const std::string& name, int64_t value, int64_t low, int64_t hi
 
 void check_pointer(const std::string& name, const void* pointer, bool needed) {
   if (needed && pointer == nullptr) refuse(name, "nullptr", "a pointer is needed");
+}
+
+void check_aligned(const std::string& name, const void* pointer) {
+  check_pointer(name, pointer, true);
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address % kWorkspaceAlignment != 0) {
+    refuse(
+        name, address,
+        "an address that is a multiple of " + std::to_string(kWorkspaceAlignment) + " is needed");
+  }
 }
 
 template <typename AnyTensor>
@@ -109,10 +128,7 @@ void check(const Problem& problem, const SelectArgs& args) {
   }
 }
 
-void check(const Problem& problem, const ScheduleArgs& args) {
-  (void)problem;
-  check_pointer("schedule", args.schedule, true);
-}
+void check(const ScheduleArgs& args) { check_aligned("schedule", args.schedule); }
 
 void check(const Problem& problem, const BackwardArgs& args) {
   const Problem& p = problem;
@@ -122,10 +138,16 @@ void check(const Problem& problem, const BackwardArgs& args) {
   check_tensor("out", args.out, p.batch, p.query_length, p.head_dim);
   check_tensor("grad_out", args.grad_out, p.batch, p.query_length, p.head_dim);
   check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
-  check_pointer("schedule", args.schedule, true);
+  check_aligned("schedule", args.schedule);
   check_output("grad_query", args.grad_query, p.batch, p.query_length, p.head_dim);
   check_output("grad_key", args.grad_key, p.batch, p.key_length, p.head_dim);
   check_output("grad_value", args.grad_value, p.batch, p.key_length, p.head_dim);
+}
+
+void check_negl_prob(double negl_prob) {
+  if (!(negl_prob >= 0.0 && negl_prob < 1.0)) {
+    refuse("negl_prob", negl_prob, "accepted are numbers from 0 to below 1");
+  }
 }
 
 void check_num_threads(int num_threads) {

@@ -9,11 +9,14 @@
 
 namespace backlite {
 
+// Set when the library is loaded, and not at its first use: a child may be the first to use this
+// library after its parent has used another one with the same OpenMP runtime.
+inline const pid_t kLoadedBy = getpid();
+
 // GNU OpenMP's worker threads do not survive fork(), and waiting for them would hang for ever, so a
 // forked child computes on its own thread.
 inline int usable_threads(int requested) {
-  static const pid_t loaded_by = getpid();
-  return getpid() == loaded_by ? std::max(requested, 1) : 1;
+  return getpid() == kLoadedBy ? std::max(requested, 1) : 1;
 }
 
 // Subnormal numbers cost a microcode assist (about 150 cycles) each on x86. Softmax makes them in
