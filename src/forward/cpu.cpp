@@ -214,7 +214,9 @@ class Block {
     const auto row_sum = row_vector(scratch_.row_sum, rows_);
     auto inverse_sum = row_vector(scratch_.alpha, rows_);
     const auto has_keys = row_sum != Compute{0};
-    lse(rows_) = has_keys.select(row_max + row_sum.log(), kMinusInf);
+    // In double: Eigen's float log is off by up to 2 units in the last place, this once a row is free.
+    const auto exact_lse = row_max.template cast<double>() + row_sum.template cast<double>().log();
+    lse(rows_) = has_keys.select(exact_lse.template cast<Compute>(), kMinusInf);
     inverse_sum = has_keys.select(row_sum.inverse(), Compute{0});
     out_.array().rowwise() *= inverse_sum.transpose();
     rows_of<Element>(args_.out, batch_, head_, rows_.begin, rows_.size(), problem_.head_dim) =

@@ -40,6 +40,9 @@ class Errors:
     def times(self, factor: float) -> Errors:
         return Errors(factor * self.l2, factor * self.largest)
 
+    def plus(self, other: Errors) -> Errors:
+        return Errors(self.l2 + other.l2, self.largest + other.largest)
+
     def worst(self, other: Errors) -> Errors:
         return Errors(max(self.l2, other.l2), max(self.largest, other.largest))
 
@@ -58,13 +61,13 @@ def assert_close(
     plain: Callable[[int], Tensor],
     *,
     dtype: torch.dtype,
-    terms: Callable[[], Tensor] | None = None,
+    cancelled: Callable[[], Errors] | None = None,
 ) -> None:
     """Checks got against the float64 truth; plain(order) is what PyTorch makes of it in the dtype.
 
-    terms gives the float64 terms whose difference truth is: where they cancel, they and not the
-    difference set the magnitude of the rounding, which is that of the arithmetic inside (float32 or
-    wider). It, and orders after the first, are asked for only when needed.
+    Where truth is a difference of terms that cancel, they and not the difference set the magnitude
+    of the rounding: cancelled() tells it. It, and orders after the first, are asked for only when
+    needed.
     """
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)} != {tuple(truth.shape)}"
     finite = truth.isfinite()
@@ -84,8 +87,8 @@ def assert_close(
         bound = floor.worst(plain_error.times(2.0))
         if error.within(bound):
             return
-    if terms is not None:
-        bound = bound.worst(_size(terms()).times(relative_eps(lse_dtype(dtype))))
+    if cancelled is not None:
+        bound = bound.worst(cancelled())
         if error.within(bound):
             return
     raise AssertionError(f"{name}: {_explain(got, truth, error, plain_error, bound)}")
@@ -108,8 +111,22 @@ def check_results(
         return oracle.plain(case, inputs, live, order)
 
     @functools.cache
-    def terms() -> tuple[Tensor, ...]:
-        return oracle.uncancelled_grads(case, inputs, live)
+    def roundings() -> tuple[Errors, ...]:
+        """Of dQ, dK, dV: of the arithmetic inside (float32 or wider), and of O in delta.
+
+        A sum of n products is off by about sqrt(n) roundings of its terms (Higham and Mary, "A new
+        approach to probabilistic rounding error analysis", 2019); dP and delta have head_dim.
+        """
+        inside = relative_eps(lse_dtype(case.dtype)) * case.head_dim**0.5
+        eps = relative_eps(case.dtype)
+        return tuple(
+            _size(terms).times(inside).plus(_size(of_delta).times(eps / 2))
+            for terms, of_delta in zip(
+                oracle.uncancelled_grads(case, inputs, live),
+                oracle.grads_of_delta(case, inputs, live),
+                strict=True,
+            )
+        )
 
     for i, name in enumerate(got._fields):
         assert got[i].dtype == expected_dtypes[i], f"{case.id}: {name} is {got[i].dtype}"
@@ -119,7 +136,7 @@ def check_results(
             truth[i],
             lambda order, i=i: plain(order)[i],
             dtype=case.dtype,
-            terms=(lambda i=i: terms()[i - 2]) if name.startswith("grad") else None,
+            cancelled=(lambda i=i: roundings()[i - 2]) if name.startswith("grad") else None,
         )
 
 

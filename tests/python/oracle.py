@@ -44,6 +44,19 @@ def uncancelled_grads(case: Case, inputs: Inputs, live: Tensor | None = None) ->
     )
 
 
+def grads_of_delta(case: Case, inputs: Inputs, live: Tensor | None = None) -> tuple[Tensor, ...]:
+    """dQ, dK, dV in float64 of |dO| |O| for delta and nothing for dP.
+
+    delta comes from O as it is kept between the passes, rounded to the inputs' dtype, so it carries
+    half an eps of these.
+    """
+    q, k, v, grad_out, _ = inputs
+    out, _ = reference.attention(q, k, v, **case.options)
+    delta = (grad_out.double() * out).abs().sum(dim=-1).transpose(1, 2)
+    nothing = torch.zeros_like(grad_out)
+    return reference.backward(nothing, q, k, v, live=live, grad_lse=delta, **case.options)
+
+
 def plain(case: Case, inputs: Inputs, live: Tensor | None = None, order: int = 0) -> Results:
     """The same numbered steps as reference.py, in the inputs' dtype (P is made in LSE's dtype).
 
