@@ -2,7 +2,8 @@
 
 The bound: the relative L2 and the largest absolute error against float64 are at most twice those of
 plain PyTorch in the same dtype, with a floor of eps(dtype) times the largest magnitude (float64:
-1e-10 relative). Nothing else is tuned.
+1e-10 relative). Nothing else is tuned; where a few rows make that yardstick small by luck, an error
+that analysis says is due passes, too (see roundings() below).
 
 The error of plain PyTorch is a draw: in float32 the largest error, often that of one row with a
 large score, differs up to threefold between two equally good orders of summation. So the yardstick
@@ -17,6 +18,7 @@ from collections.abc import Callable
 
 import oracle
 import torch
+from back_lite import reference
 from cases import Case, Inputs, lse_dtype
 from torch import Tensor
 
@@ -61,13 +63,13 @@ def assert_close(
     plain: Callable[[int], Tensor],
     *,
     dtype: torch.dtype,
-    cancelled: Callable[[], Errors] | None = None,
+    roundings: Callable[[], Errors] | None = None,
 ) -> None:
     """Checks got against the float64 truth; plain(order) is what PyTorch makes of it in the dtype.
 
-    Where truth is a difference of terms that cancel, they and not the difference set the magnitude
-    of the rounding: cancelled() tells it. It, and orders after the first, are asked for only when
-    needed.
+    The yardstick of a few rows can be small by luck, or because truth is a difference of terms that
+    cancel; roundings() tells what error is due all the same. It, and orders after the first, are
+    asked for only when needed.
     """
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)} != {tuple(truth.shape)}"
     finite = truth.isfinite()
@@ -87,8 +89,8 @@ def assert_close(
         bound = floor.worst(plain_error.times(2.0))
         if error.within(bound):
             return
-    if cancelled is not None:
-        bound = bound.worst(cancelled())
+    if roundings is not None:
+        bound = bound.worst(roundings())
         if error.within(bound):
             return
     raise AssertionError(f"{name}: {_explain(got, truth, error, plain_error, bound)}")
@@ -112,20 +114,31 @@ def check_results(
 
     @functools.cache
     def roundings() -> tuple[Errors, ...]:
-        """Of dQ, dK, dV: of the arithmetic inside (float32 or wider), and of O in delta.
+        """What the arithmetic inside (float32 or wider) costs, and rounding O, which delta reads.
 
         A sum of n products is off by about sqrt(n) roundings of its terms (Higham and Mary, "A new
-        approach to probabilistic rounding error analysis", 2019); dP and delta have head_dim.
+        approach to probabilistic rounding error analysis", 2019), and P = exp(S - LSE), relative to
+        itself, by the rounding of LSE.
         """
-        inside = relative_eps(lse_dtype(case.dtype)) * case.head_dim**0.5
-        eps = relative_eps(case.dtype)
-        return tuple(
-            _size(terms).times(inside).plus(_size(of_delta).times(eps / 2))
-            for terms, of_delta in zip(
-                oracle.uncancelled_grads(case, inputs, live),
-                oracle.grads_of_delta(case, inputs, live),
-                strict=True,
-            )
+        q, k, v, _, _ = inputs
+        inside = relative_eps(lse_dtype(case.dtype)) * (
+            max(case.head_dim, case.key_length) ** 0.5
+            + _size(truth.lse[truth.lse.isfinite()]).largest
+        )
+        rounded_out = relative_eps(case.dtype) / 2
+        of_out = _size(reference.attention(q, k, v.abs(), **case.options)[0]).times(inside)
+        of_lse = _size(torch.ones_like(truth.lse)).times(inside)
+        return (
+            of_out,
+            of_lse,
+            *(
+                _size(terms).times(inside).plus(_size(of_delta).times(rounded_out))
+                for terms, of_delta in zip(
+                    oracle.uncancelled_grads(case, inputs, live),
+                    oracle.grads_of_delta(case, inputs, live),
+                    strict=True,
+                )
+            ),
         )
 
     for i, name in enumerate(got._fields):
@@ -136,7 +149,7 @@ def check_results(
             truth[i],
             lambda order, i=i: plain(order)[i],
             dtype=case.dtype,
-            cancelled=(lambda i=i: roundings()[i - 2]) if name.startswith("grad") else None,
+            roundings=lambda i=i: roundings()[i],
         )
 
 
