@@ -214,7 +214,7 @@ class Block {
     const auto row_sum = row_vector(scratch_.row_sum, rows_);
     auto inverse_sum = row_vector(scratch_.alpha, rows_);
     const auto has_keys = row_sum != Compute{0};
-    // In double: Eigen's float log is off by up to 2 units in the last place, this once a row is free.
+    // In double: Eigen's float log is off by up to 2 units in the last place.
     const auto exact_lse = row_max.template cast<double>() + row_sum.template cast<double>().log();
     lse(rows_) = has_keys.select(exact_lse.template cast<Compute>(), kMinusInf);
     inverse_sum = has_keys.select(row_sum.inverse(), Compute{0});
