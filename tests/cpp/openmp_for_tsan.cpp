@@ -33,6 +33,7 @@ bool next_chunk(long* begin, long* end) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 int omp_get_thread_num() { return thread_num; }
@@ -70,3 +71,4 @@ bool GOMP_loop_nonmonotonic_dynamic_next(long* chunk_begin, long* chunk_end) {
 // The region ends with its one loop: joining the threads is the barrier.
 void GOMP_loop_end() {}
 }
+#pragma GCC visibility pop
