@@ -2,8 +2,8 @@
 
 The bound: the relative L2 and the largest absolute error against float64 are at most twice those of
 plain PyTorch in the same dtype, with a floor of eps(dtype) times the largest magnitude (float64:
-1e-10 relative). Nothing else is tuned; where a few rows make that yardstick small by luck, an error
-that analysis says is due passes, too (see roundings() below).
+1e-10 relative). Nothing else is tuned; where there are so few rows that the yardstick can be small
+by luck, an error that analysis says is due passes, too (see roundings() below).
 
 The error of plain PyTorch is a draw: in float32 the largest error, often that of one row with a
 large score, differs up to threefold between two equally good orders of summation. So the yardstick
@@ -21,6 +21,10 @@ import torch
 from back_lite import reference
 from cases import Case, Inputs, lse_dtype
 from torch import Tensor
+
+# Up to here roundings() counts. Of 3000 random small problems on two instruction sets, five results
+# were over the yardstick, all with at most 4 rows; of the grid three, with 4 and 16.
+FEW_ROWS = 64
 
 NUM_ORDERS = 16  # with 4, one in 900 results of a float32 twin of the yardstick failed
 
@@ -141,6 +145,7 @@ def check_results(
             ),
         )
 
+    num_rows = case.batch * case.num_heads * case.query_length
     for i, name in enumerate(got._fields):
         assert got[i].dtype == expected_dtypes[i], f"{case.id}: {name} is {got[i].dtype}"
         assert_close(
@@ -149,7 +154,7 @@ def check_results(
             truth[i],
             lambda order, i=i: plain(order)[i],
             dtype=case.dtype,
-            roundings=lambda i=i: roundings()[i],
+            roundings=(lambda i=i: roundings()[i]) if num_rows <= FEW_ROWS else None,
         )
 
 
