@@ -57,6 +57,14 @@ def grads_of_delta(case: Case, inputs: Inputs, live: Tensor | None = None) -> tu
     return reference.backward(nothing, q, k, v, live=live, grad_lse=delta, **case.options)
 
 
+def largest_score_terms(case: Case, inputs: Inputs) -> float:
+    """The largest scale * |q_i| . |k_j|: the products in a score, added up without signs."""
+    q, k = (t.double().abs().transpose(1, 2) for t in inputs[:2])
+    scale = 1.0 / math.sqrt(case.head_dim) if case.scale is None else abs(case.scale)
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    return scale * float(scores.max()) if scores.numel() else 0.0
+
+
 def plain(case: Case, inputs: Inputs, live: Tensor | None = None, order: int = 0) -> Results:
     """The same numbered steps as reference.py, in the inputs' dtype (P is made in LSE's dtype).
 
