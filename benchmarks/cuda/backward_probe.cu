@@ -26,6 +26,7 @@
 #include "backward/launch_sm90.h"
 #include "common/mask.h"
 #include "forward/launch_sm90.h"
+#include "probe.cuh"
 #include "schedule/launch_sm90.h"
 #include "schedule/layout_sm90.h"
 #include "select/launch_sm90.h"
@@ -36,32 +37,6 @@ namespace {
 using namespace backlite;
 using sm90::BFloat16;
 using sm90::Float16;
-
-void require(cudaError_t error, int line) {
-  if (error == cudaSuccess) return;
-  std::printf("line %d: %s\n", line, cudaGetErrorString(error));
-  std::exit(1);
-}
-#define REQUIRE(call) require((call), __LINE__)
-
-__device__ uint64_t mix(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ull;
-  return x ^ x >> 33;
-}
-
-template <typename T>
-__global__ void fill_normal(T* data, int64_t count, uint64_t seed, float factor) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const uint64_t bits = mix(seed * 0x9e3779b97f4a7c15ull + i);
-    const float u = (static_cast<uint32_t>(bits) + 0.5f) * 0x1p-32f;
-    const float v = static_cast<uint32_t>(bits >> 32) * 0x1p-32f;
-    data[i] = T(factor * sqrtf(-2.0f * logf(u)) * cospif(2.0f * v));
-  }
-}
 
 // ---- Reference: float64, a block of 128 threads a row ------------------------------------------
 
@@ -233,13 +208,6 @@ struct Case {
   int64_t padding = 0;        // extra elements between heads
   bool grad_lse = false;
 };
-
-template <typename T>
-std::vector<T> to_host(const T* device, int64_t count) {
-  std::vector<T> host(count);
-  REQUIRE(cudaMemcpy(host.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost));
-  return host;
-}
 
 template <typename T>
 struct Data {
@@ -583,49 +551,7 @@ const SelectCase kSelectCases[] = {
 
 // ---- Times -------------------------------------------------------------------------------------
 
-double median(std::vector<float> times) {
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
-}
-
-// Median times of several launches in milliseconds, each in a warm steady state. Launches take
-// turns, in batches.
-template <typename... Launch>
-std::vector<double> time_ms(const Launch&... launch) {
-  constexpr int kRounds = 4;
-  constexpr float kBatchMs = 40.0f;
-  constexpr float kWarmMs = 100.0f;
-  cudaEvent_t begin, end;
-  REQUIRE(cudaEventCreate(&begin));
-  REQUIRE(cudaEventCreate(&end));
-  const auto once = [&](const auto& f) {
-    REQUIRE(cudaEventRecord(begin));
-    f();
-    REQUIRE(cudaEventRecord(end));
-    REQUIRE(cudaEventSynchronize(end));
-    float ms = 0;
-    REQUIRE(cudaEventElapsedTime(&ms, begin, end));
-    return ms;
-  };
-  std::vector<float> times[sizeof...(Launch)];
-  for (int round = -1; round < kRounds; ++round) {
-    int which = 0;
-    (
-        [&] {
-          float spent = 0;
-          for (int i = 0; i < 400 && spent < (round < 0 ? kWarmMs : kBatchMs); ++i) {
-            const float ms = once(launch);
-            spent += ms;
-            if (round >= 0) times[which].push_back(ms);
-          }
-          ++which;
-        }(),
-        ...);
-  }
-  std::vector<double> medians;
-  for (const auto& t : times) medians.push_back(median(t));
-  return medians;
-}
+constexpr Timing kTiming{.rounds = 4, .warm_ms = 100.0f, .max_launches = 400};
 
 double dense_flops(const Problem& p) {
   return 10.0 * p.batch * p.num_query_heads * double(p.query_length) * p.key_length * p.head_dim *
@@ -637,7 +563,7 @@ void time_dense(int64_t head_dim, int64_t length, bool causal) {
   Data<BFloat16> data({"", 32768 / length, heads, heads, length, length, head_dim, causal});
   data.forward();
   data.launch_schedule();
-  const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
+  const auto ms = time_ms(kTiming, [&] { data.launch(); }, [&] { data.launch_schedule(); });
   std::printf("DENSE d%lld S%lld %s: %.4f ms %.1f TFLOP/s, schedule %.4f ms\n", (long long)head_dim,
               (long long)length, causal ? "causal" : "full", ms[0],
               dense_flops(data.p) / ms[0] * 1e-9, ms[1]);
@@ -649,11 +575,11 @@ void time_sparse(int64_t head_dim, int64_t length, const std::vector<double>& de
   Data<BFloat16> data({"", 32768 / length, heads, heads, length, length, head_dim});
   data.forward();
   data.launch_schedule();
-  const double dense = time_ms([&] { data.launch(); })[0];
+  const double dense = time_ms(kTiming, [&] { data.launch(); })[0];
   for (const double density : densities) {
     data.set_random_bits(density);
     data.launch_schedule();
-    const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
+    const auto ms = time_ms(kTiming, [&] { data.launch(); }, [&] { data.launch_schedule(); });
     std::printf(
         "SPARSE d%lld S%lld %.2f: %.4f ms, of own dense (%.4f) %.4f, over density %.3f, "
         "schedule %.4f ms\n",
@@ -684,7 +610,7 @@ void time_select(int64_t batch, int64_t heads, int64_t length) {
   REQUIRE(cudaMemcpy(negl, &value, 8, cudaMemcpyHostToDevice));
   const SelectArgs args{
       .tile_stats = stats, .negl_prob = negl, .num_negl_prob = 1, .tile_bits = bits};
-  const auto ms = time_ms([&] { select_sm90::select(p, args, {}); });
+  const auto ms = time_ms(kTiming, [&] { select_sm90::select(p, args, {}); });
   std::printf("SELECT B%lld H%lld S%lld: %.4f ms\n", (long long)batch, (long long)heads,
               (long long)length, ms[0]);
   for (void* x : {(void*)stats, (void*)negl, (void*)bits}) REQUIRE(cudaFree(x));
@@ -699,7 +625,7 @@ void time_masks(const char* file) {
     Data<BFloat16> data({"", batch, kHeads, kHeads, kLength, kLength, 128, true});
     data.forward();
     data.launch_schedule();
-    const double dense = time_ms([&] { data.launch(); })[0];
+    const double dense = time_ms(kTiming, [&] { data.launch(); })[0];
     for (int layer = 0; layer < 2; ++layer) {
       std::vector<uint32_t> words;
       int64_t live = 0;
@@ -710,7 +636,7 @@ void time_masks(const char* file) {
       for (const uint32_t word : words) live += __builtin_popcount(word);
       data.set_bits(words);
       data.launch_schedule();
-      const auto ms = time_ms([&] { data.launch(); }, [&] { data.launch_schedule(); });
+      const auto ms = time_ms(kTiming, [&] { data.launch(); }, [&] { data.launch_schedule(); });
       const double density = double(live) / double(kAllowed * kHeads * batch);
       std::printf(
           "MASK layer %d batch %lld density %.4f: %.4f ms, own dense %.4f, over density "

@@ -22,6 +22,7 @@
 #include "backlite/backlite.h"
 #include "common/mask.h"
 #include "forward/launch_sm90.h"
+#include "probe.cuh"
 #include "sm90/math.cuh"
 
 namespace {
@@ -35,37 +36,11 @@ using backlite::Range;
 using backlite::sm90::BFloat16;
 using backlite::sm90::Float16;
 
-void require(cudaError_t error, int line) {
-  if (error == cudaSuccess) return;
-  std::printf("line %d: %s\n", line, cudaGetErrorString(error));
-  std::exit(1);
-}
-#define REQUIRE(call) require((call), __LINE__)
-
 template <typename T>
 T* allocate(int64_t count) {
   void* pointer = nullptr;
   REQUIRE(cudaMalloc(&pointer, std::max<int64_t>(count, 1) * sizeof(T)));
   return static_cast<T*>(pointer);
-}
-
-__device__ uint64_t mix(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ull;
-  return x ^ x >> 33;
-}
-
-template <typename Element>
-__global__ void fill_normal(Element* data, int64_t count, uint64_t seed, float factor) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const uint64_t bits = mix(seed * 0x9e3779b97f4a7c15ull + i);
-    const float u = (static_cast<uint32_t>(bits) + 0.5f) * 0x1p-32f;
-    const float v = static_cast<uint32_t>(bits >> 32) * 0x1p-32f;
-    data[i] = Element(factor * sqrtf(-2.0f * logf(u)) * cospif(2.0f * v));
-  }
 }
 
 // One block per sampled (batch, head, row): softmax over its keys in float64.
@@ -228,13 +203,6 @@ struct Data {
   }
 };
 
-template <typename T>
-std::vector<T> to_host(const T* device, int64_t count) {
-  std::vector<T> host(count);
-  REQUIRE(cudaMemcpy(host.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost));
-  return host;
-}
-
 bool is_poison(float x) { return std::isnan(x); }
 
 template <typename Element>
@@ -391,49 +359,7 @@ const Case kCases[] = {
     {"no queries", 1, 2, 2, 0, 100, 128},
 };
 
-double median(std::vector<float> times) {
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
-}
-
-// Median times of several launches in milliseconds, each in a warm steady state: the clock of a GPU
-// that has been idle is higher than the one it can hold. Launches take turns, in batches.
-template <typename... Launch>
-std::vector<double> time_ms(const Launch&... launch) {
-  constexpr int kRounds = 6;
-  constexpr float kBatchMs = 40.0f;
-  constexpr float kWarmMs = 150.0f;
-  cudaEvent_t begin, end;
-  REQUIRE(cudaEventCreate(&begin));
-  REQUIRE(cudaEventCreate(&end));
-  const auto once = [&](const auto& f) {
-    REQUIRE(cudaEventRecord(begin));
-    f();
-    REQUIRE(cudaEventRecord(end));
-    REQUIRE(cudaEventSynchronize(end));
-    float ms = 0;
-    REQUIRE(cudaEventElapsedTime(&ms, begin, end));
-    return ms;
-  };
-  std::vector<float> times[sizeof...(Launch)];
-  for (int round = -1; round < kRounds; ++round) {
-    int which = 0;
-    (
-        [&] {
-          float spent = 0;
-          while (spent < (round < 0 ? kWarmMs : kBatchMs)) {
-            const float ms = once(launch);
-            spent += ms;
-            if (round >= 0) times[which].push_back(ms);
-          }
-          ++which;
-        }(),
-        ...);
-  }
-  std::vector<double> medians;
-  for (const auto& t : times) medians.push_back(median(t));
-  return medians;
-}
+constexpr Timing kTiming{.rounds = 6, .warm_ms = 150.0f, .max_launches = 1 << 30};
 
 void time_case(int64_t head_dim, int64_t length, bool causal, int64_t left = -1, int64_t ratio = 1,
                int64_t tokens = 32768, int64_t heads = 0) {
@@ -442,7 +368,7 @@ void time_case(int64_t head_dim, int64_t length, bool causal, int64_t left = -1,
   Data<BFloat16> data(c);
   const double flops =
       4.0 * c.batch * heads * double(length) * length * head_dim * (causal ? 0.5 : 1.0);
-  const auto ms = time_ms([&] { data.launch(false); }, [&] { data.launch(true); });
+  const auto ms = time_ms(kTiming, [&] { data.launch(false); }, [&] { data.launch(true); });
   std::printf(
       "OURS d%lld S%lld %s w%lld gqa%lld B%lld: %.4f ms %.1f TFLOP/s, with stats %.1f (%+.1f%%)\n",
       (long long)head_dim, (long long)length, causal ? "causal" : "full", (long long)left,

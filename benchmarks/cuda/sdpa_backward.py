@@ -4,29 +4,11 @@ Usage: python sdpa_backward.py HEAD_DIM LENGTH... Run beside backward_probe, in 
 machine: clocks differ from machine to machine.
 """
 
-import statistics
 import sys
 
 import torch
+from sdpa import time_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-
-def time_ms(function, warm_ms=100.0, measure_ms=160.0):
-    """Median time of a call in a warm steady state, by CUDA events, in milliseconds."""
-    function()  # plans are made here
-    torch.cuda.synchronize()
-    times, spent = [], 0.0
-    while spent < warm_ms + measure_ms:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        ms = begin.elapsed_time(end)
-        spent += ms
-        if spent > warm_ms:
-            times.append(ms)
-    return statistics.median(times)
 
 
 def main():
@@ -46,7 +28,9 @@ def main():
                 out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
                 grad = torch.randn_like(out)
                 ms = time_ms(
-                    lambda o=out, i=inputs, g=grad: torch.autograd.grad(o, i, g, retain_graph=True)
+                    lambda o=out, i=inputs, g=grad: torch.autograd.grad(o, i, g, retain_graph=True),
+                    warm_ms=100.0,
+                    measure_ms=160.0,
                 )
             flops = 10 * batch * heads * length**2 * head_dim / (2 if causal else 1)
             print(

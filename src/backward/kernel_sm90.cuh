@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kRowTermBytes = kQueries * kRowTerms * sizeof(Element);
   constexpr int kGradQueryFloats = kQueries * kConfig.grad_query_columns();
   constexpr int kQueryBlock = kQueries * sm90::kBlockColumns;  // elements of a block of columns
-  constexpr int kKeyBlock = kKeys * sm90::kBlockColumns;
   static_assert(kStages % 2 == 0, "dS takes turns between two buffers with the stage");
   using TileRing = sm90::Ring<kStages>;
 

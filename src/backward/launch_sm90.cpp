@@ -8,6 +8,7 @@
 
 #include "backward/config_sm90.h"
 #include "backward/instances_sm90.h"
+#include "common/cuda_device.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 #include "schedule/layout_sm90.h"
@@ -17,20 +18,6 @@ namespace backlite::backward_sm90 {
 namespace {
 
 using schedule_sm90::ScheduleLayout;
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw Error(std::string(what) + ": " + cudaGetErrorString(error));
-  }
-}
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0;
-  int value = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
 
 Launcher* launcher_of(const Problem& problem) {
   const bool bf16 = problem.dtype == DType::kBFloat16;
@@ -180,7 +167,7 @@ std::string why_not_supported(const Problem& problem) {
       problem.batch * problem.num_key_heads * num_key_tiles(problem.key_length) > kMaxCount) {
     return "batch * heads * length is too large for the Hopper backward";
   }
-  if (attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
     return "the GPU is not of compute capability 9.0 (H100, H200)";
   }
   return {};
@@ -205,14 +192,14 @@ std::string why_not_supported(const Problem& problem, const BackwardArgs& args) 
 }
 
 size_t workspace_bytes(const Problem& problem) {
-  const ScheduleLayout schedule(problem, attribute(cudaDevAttrMultiProcessorCount), nullptr);
+  const ScheduleLayout schedule(problem, device_attribute(cudaDevAttrMultiProcessorCount), nullptr);
   Carver counter(nullptr);
   Workspace(counter, problem, schedule);
   return counter.bytes();
 }
 
 void backward(const Problem& problem, const BackwardArgs& args, const Execution& execution) {
-  const int num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   const ScheduleLayout schedule(problem, num_multiprocessors, const_cast<void*>(args.schedule));
   if (schedule.num_columns == 0 && num_tiles(problem) == 0) return;
   Carver carver(execution.workspace);
@@ -227,8 +214,8 @@ void backward(const Problem& problem, const BackwardArgs& args, const Execution&
         static_cast<int>(std::min<int64_t>(num_multiprocessors, schedule.max_items));
     launch.num_parts = static_cast<int>(schedule.max_slots) * 2 * kConsumers;
   }
-  check(launcher_of(problem)(launch, static_cast<cudaStream_t>(execution.stream)),
-        "the Hopper backward's launch");
+  check_cuda(launcher_of(problem)(launch, static_cast<cudaStream_t>(execution.stream)),
+             "the Hopper backward's launch");
 }
 
 }  // namespace backlite::backward_sm90

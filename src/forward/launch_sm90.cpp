@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "common/cuda_device.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 #include "forward/config_sm90.h"
@@ -15,24 +16,6 @@
 
 namespace backlite::forward_sm90 {
 namespace {
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw Error(std::string(what) + ": " + cudaGetErrorString(error));
-  }
-}
-
-int current_device() {
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  return device;
-}
-
-int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
 
 ForwardConfig config_of(const Problem& problem, bool record) {
   const ForwardConfig config = problem.head_dim == 128 ? kD128 : kD64;
@@ -123,8 +106,7 @@ std::string why_not_supported(const Problem& problem) {
   if (num_items(problem, config_of(problem, false)) > std::numeric_limits<int>::max() / 2) {
     return "batch * heads * query_length is too large for the Hopper forward";
   }
-  const int device = current_device();
-  if (attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
     return "the GPU is not of compute capability 9.0 (H100, H200)";
   }
   return {};
@@ -155,7 +137,7 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
   Carver counter(nullptr);
   Workspace(counter, problem, config_of(problem, record_tile_stats), record_tile_stats,
-            attribute(cudaDevAttrMultiProcessorCount, current_device()));
+            device_attribute(cudaDevAttrMultiProcessorCount));
   return counter.bytes();
 }
 
@@ -163,9 +145,8 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   if (is_empty(problem)) return;
   const bool record = args.tile_stats != nullptr;
   const ForwardConfig config = config_of(problem, record);
-  const int device = current_device();
-  const int num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
-  const int l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int l2_bytes = device_attribute(cudaDevAttrL2CacheSize);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
 
   Carver carver(execution.workspace);
@@ -209,9 +190,10 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
   params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
 
-  check(cudaMemsetAsync(workspace.next_item, 0, sizeof(int), stream), "cudaMemsetAsync");
+  check_cuda(cudaMemsetAsync(workspace.next_item, 0, sizeof(int), stream), "cudaMemsetAsync");
   const int num_blocks = std::min(num_multiprocessors, params.order.num_items);
-  check(launcher_of(problem, record)(params, num_blocks, stream), "the Hopper forward's launch");
+  check_cuda(launcher_of(problem, record)(params, num_blocks, stream),
+             "the Hopper forward's launch");
 }
 
 }  // namespace backlite::forward_sm90

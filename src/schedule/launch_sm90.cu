@@ -3,28 +3,14 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <string>
 
+#include "common/cuda_device.h"
 #include "schedule/count_sm90.cuh"
 #include "schedule/layout_sm90.h"
 #include "schedule/plan_sm90.cuh"
 
 namespace backlite::schedule_sm90 {
 namespace {
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw Error(std::string(what) + ": " + cudaGetErrorString(error));
-  }
-}
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0;
-  int value = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
 
 // As many key heads as keep Q, dO and the sums of dQ in half of L2 (it is two halves, and what both
 // read is in both). With few columns a block one group: then balance is worth more than L2.
@@ -36,21 +22,22 @@ int64_t key_heads_in_group(const Problem& problem, int num_blocks) {
   const int64_t group = problem.num_query_heads / problem.num_key_heads;
   const int64_t head_bytes =
       std::max<int64_t>(group * problem.query_length * problem.head_dim * kBytes, 1);
-  return std::clamp<int64_t>(attribute(cudaDevAttrL2CacheSize) / 2 / head_bytes, 1, key_heads);
+  return std::clamp<int64_t>(device_attribute(cudaDevAttrL2CacheSize) / 2 / head_bytes, 1,
+                             key_heads);
 }
 
 }  // namespace
 
 size_t schedule_bytes(const Problem& problem) {
-  return ScheduleLayout(problem, attribute(cudaDevAttrMultiProcessorCount), nullptr).bytes;
+  return ScheduleLayout(problem, device_attribute(cudaDevAttrMultiProcessorCount), nullptr).bytes;
 }
 
 void schedule(const Problem& problem, const ScheduleArgs& args, const Execution& execution) {
-  const int num_blocks = attribute(cudaDevAttrMultiProcessorCount);
+  const int num_blocks = device_attribute(cudaDevAttrMultiProcessorCount);
   const ScheduleLayout layout(problem, num_blocks, args.schedule);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   if (layout.num_columns == 0) {
-    check(cudaMemsetAsync(layout.header, 0, sizeof(Header), stream), "cudaMemsetAsync");
+    check_cuda(cudaMemsetAsync(layout.header, 0, sizeof(Header), stream), "cudaMemsetAsync");
     return;
   }
   const auto num_columns = static_cast<int>(layout.num_columns);
@@ -67,7 +54,7 @@ void schedule(const Problem& problem, const ScheduleArgs& args, const Execution&
   constexpr int kColumnsInBlock = kCountThreads / 32;
   count_kernel<<<static_cast<unsigned>(ceil_div(num_columns, kColumnsInBlock)), kCountThreads, 0,
                  stream>>>(count);
-  check(cudaGetLastError(), "the schedule's count");
+  check_cuda(cudaGetLastError(), "the schedule's count");
 
   const auto columns_in_group =
       static_cast<int>(key_heads_in_group(problem, num_blocks)) * key_tiles;
@@ -79,7 +66,7 @@ void schedule(const Problem& problem, const ScheduleArgs& args, const Execution&
                         .num_blocks = num_blocks};
   plan_kernel<<<static_cast<unsigned>(ceil_div(num_columns, columns_in_group)), kPlanThreads, 0,
                 stream>>>(plan);
-  check(cudaGetLastError(), "the schedule's plan");
+  check_cuda(cudaGetLastError(), "the schedule's plan");
 }
 
 }  // namespace backlite::schedule_sm90

@@ -2,8 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
+#include "common/cuda_device.h"
 #include "select/kernel_sm90.cuh"
 
 namespace backlite::select_sm90 {
@@ -48,8 +47,7 @@ void select(const Problem& problem, const SelectArgs& args, const Execution& exe
   const dim3 grid(static_cast<unsigned>(words * kBlocksOfWord), static_cast<unsigned>(heads));
   const size_t shared_bytes = static_cast<size_t>(ceil_div(columns, 4)) * 4;
   kernel<<<grid, kThreads, shared_bytes, static_cast<cudaStream_t>(execution.stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) throw Error(std::string("select: ") + cudaGetErrorString(error));
+  check_cuda(cudaGetLastError(), "select");
 }
 
 }  // namespace backlite::select_sm90
