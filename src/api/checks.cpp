@@ -1,5 +1,6 @@
 #include "api/checks.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -123,8 +124,13 @@ void check(const Problem& problem, const SelectArgs& args) {
     refuse("num_negl_prob", args.num_negl_prob,
            "accepted are 1 and num_query_heads = " + std::to_string(problem.num_query_heads));
   }
-  for (int64_t i = 0; i < args.num_negl_prob; ++i) {
-    check_range("negl_prob[" + std::to_string(i) + "]", args.negl_prob[i], 0, kProbOne - 1);
+  // Every call comes through here, so a name is put together for a wrong value alone.
+  const int64_t* const end = args.negl_prob + args.num_negl_prob;
+  const int64_t* const wrong = std::find_if(
+      args.negl_prob, end, [](int64_t value) { return value < 0 || value >= kProbOne; });
+  if (wrong != end) {
+    check_range("negl_prob[" + std::to_string(wrong - args.negl_prob) + "]", *wrong, 0,
+                kProbOne - 1);
   }
 }
 

@@ -24,17 +24,6 @@ using ConstRowBlock = Eigen::Map<const RowMajor<T>, Eigen::Unaligned, Eigen::Out
 template <typename T>
 using Vector = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-// What softmax does to a tile is done for a strip of 32 queries at a time, over all keys: the
-// strip's row vectors then stay in registers, and its 16 KiB of scores in L1 between one pass and
-// the next (passes over the whole 192 x 128 block took 24% of the forward, strips take 12%). Arrays
-// of rows are padded to whole strips; what the padding holds is computed with and never read.
-inline constexpr int64_t kStripRows = 32;
-template <typename T>
-using StripValues = Eigen::Array<T, kStripRows, 1>;
-template <typename T>
-using Strip = Eigen::Map<StripValues<T>, Eigen::AlignedMax>;
-static_assert(kQueryTile % kStripRows == 0);
-
 // Rows [row, row + num_rows) of one (batch, head) of a (batch, length, heads, head_dim) tensor.
 template <typename Element>
 ConstRowBlock<Element> rows_of(const ConstTensor& tensor, int64_t batch, int64_t head, int64_t row,

@@ -32,6 +32,17 @@ namespace {
 constexpr int64_t kBlockTiles = 3;
 constexpr int64_t kBlockRows = kBlockTiles * kQueryTile;
 
+// What softmax does to a tile is done for a strip of 32 queries at a time, over all keys: the
+// strip's row vectors then stay in registers, and its 16 KiB of scores in L1 between one pass and
+// the next (passes over the whole 192 x 128 block took 24% of the forward, strips take 12%). Arrays
+// of rows are padded to whole strips; what the padding holds is computed with and never read.
+constexpr int64_t kStripRows = 32;
+template <typename T>
+using StripValues = Eigen::Array<T, kStripRows, 1>;
+template <typename T>
+using Strip = Eigen::Map<StripValues<T>, Eigen::AlignedMax>;
+static_assert(kQueryTile % kStripRows == 0);
+
 template <typename Compute>
 struct Scratch {       // of one thread
   Compute* query;      // [D, 192], scaled
