@@ -40,8 +40,7 @@ endmacro()
 
 function(backlite_add_hopper target)
   file(GLOB sources CONFIGURE_DEPENDS src/*/*_sm90*.cu src/*/*_sm90*.cpp)
-  target_sources(${target} PRIVATE ${sources} src/sm90/tensor_map.cpp)
-  target_compile_definitions(${target} PRIVATE BACKLITE_HAS_CUDA)
+  target_sources(${target} PRIVATE ${sources} src/sm90/tensor_map.cpp src/api/cuda.cpp)
   # Static, and the driver's functions are looked up at run time: the library loads, and its CPU
   # backend works, on a machine without a driver.
   target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)

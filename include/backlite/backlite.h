@@ -14,6 +14,13 @@
 // Nothing here allocates device memory or synchronises: every stage states how much workspace it
 // needs and the caller brings it. Every function throws a subclass of backlite::Error.
 //
+// With Device::kCuda every pointer in the arguments below points into memory of the current GPU
+// (cudaSetDevice), workspace, schedule and negl_prob included; stages are queued on the stream of
+// Execution, and a CUDA graph can capture them. The kernels are for Hopper GPUs (compute capability
+// 9.0: H100, H200), bfloat16 and float16, head_dim 64 and 128. Addresses of the large tensors, and
+// the strides of their dimensions longer than 1, are multiples of 16 bytes. The gradients come from
+// floating-point atomics: their last bits may differ from call to call. All else is repeatable.
+//
 // Shapes use B = batch, H = num_query_heads, Hk = num_key_heads, Sq = query_length,
 // Sk = key_length, D = head_dim, Tm = ceil(Sq / 64), Tn = ceil(Sk / 128), W = ceil(Tm / 32).
 #pragma once
@@ -125,7 +132,8 @@ BACKLITE_API void forward(const Problem& problem, const ForwardArgs& args,
 // key tile first), and skip the longest prefix whose sum is < negl_prob.
 struct SelectArgs {
   const float* tile_stats = nullptr;   // [B, H, Tm, Tn] contiguous
-  const int64_t* negl_prob = nullptr;  // [num_negl_prob] in fixed point, 0 <= value < kProbOne
+  const int64_t* negl_prob = nullptr;  // [num_negl_prob] in fixed point, 0 <= value < kProbOne; on
+                                       // CUDA values outside are not refused: below 0 counts as 0
   int64_t num_negl_prob = 0;           // 1 (all heads alike) or H
   int32_t* tile_bits = nullptr;        // [B, H, Tn, W]: bit m % 32 of word m / 32 of column n
 };
@@ -173,5 +181,6 @@ BACKLITE_API void backward(const Problem& problem, const BackwardArgs& args,
 
 BACKLITE_API const char* version();  // "0.1.0"
 BACKLITE_API const char* cpu_isa();  // instruction set in use: "baseline", "avx2" or "avx512"
+BACKLITE_API bool has_cuda();        // were the Hopper kernels built?
 
 }  // namespace backlite

@@ -7,6 +7,7 @@
 #include <concepts>
 #include <string>
 
+#include "api/cuda.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 
@@ -78,10 +79,6 @@ void check_output(const std::string& name, const Tensor& tensor, int64_t batch, 
 }  // namespace
 
 void check_problem(const Problem& problem) {
-  if (problem.device == Device::kCuda) {
-    throw NotSupported(
-        "device = cuda: this build has no CUDA backend; accepted is cpu (move the tensors there)");
-  }
   check_range("batch", problem.batch, 0, kMaxCount);
   check_range("num_query_heads", problem.num_query_heads, 1, kMaxCount);
   check_range("num_key_heads", problem.num_key_heads, 1, kMaxCount);
@@ -104,6 +101,7 @@ void check_problem(const Problem& problem) {
   if (problem.window_right < -1) {
     refuse("window_right", problem.window_right, "accepted are -1 (unlimited) and larger");
   }
+  if (problem.device == Device::kCuda) cuda::check_problem(problem);
 }
 
 void check(const Problem& problem, const ForwardArgs& args) {
@@ -124,6 +122,7 @@ void check(const Problem& problem, const SelectArgs& args) {
     refuse("num_negl_prob", args.num_negl_prob,
            "accepted are 1 and num_query_heads = " + std::to_string(problem.num_query_heads));
   }
+  if (problem.device == Device::kCuda) return;  // the values are on the device
   // Every call comes through here, so a name is put together for a wrong value alone.
   const int64_t* const end = args.negl_prob + args.num_negl_prob;
   const int64_t* const wrong = std::find_if(

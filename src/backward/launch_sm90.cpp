@@ -4,15 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
 
 #include "backward/config_sm90.h"
 #include "backward/instances_sm90.h"
+#include "common/copy_engine.h"
 #include "common/cuda_device.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 #include "schedule/layout_sm90.h"
-#include "sm90/tensor_map.h"
 
 namespace backlite::backward_sm90 {
 namespace {
@@ -29,8 +28,6 @@ int64_t num_tiles(const Problem& problem) {
   return problem.batch * problem.num_query_heads * num_query_tiles(problem.query_length);
 }
 
-constexpr int64_t kElementBytes = 2;
-
 struct Workspace {
   int* next_item;
   std::byte* row_terms;  // see BackwardParams for the shapes
@@ -39,36 +36,16 @@ struct Workspace {
 
   Workspace(Carver& carver, const Problem& problem, const ScheduleLayout& schedule) {
     next_item = carver.take<int>(1);
-    row_terms = carver.take<std::byte>(num_tiles(problem) * kQueries * kRowTerms * kElementBytes);
+    row_terms =
+        carver.take<std::byte>(num_tiles(problem) * kQueries * kRowTerms * kCopiedElementBytes);
     grad_query = carver.take<float>(num_tiles(problem) * kQueries * problem.head_dim);
     grad_parts = carver.take<float>(schedule.max_slots * 2 * kKeys * problem.head_dim);
   }
 };
 
 template <typename AnyTensor>
-sm90::TensorLayout layout_of(const AnyTensor& tensor, const Problem& problem, int64_t num_heads,
-                             int64_t length) {
-  return {.data = tensor.data,
-          .num_batches = problem.batch,
-          .num_heads = num_heads,
-          .num_rows = length,
-          .num_columns = problem.head_dim,
-          .batch_stride = tensor.batch_stride * kElementBytes,
-          .head_stride = tensor.head_stride * kElementBytes,
-          .row_stride = tensor.length_stride * kElementBytes};
-}
-
-template <typename AnyTensor>
 Strides strides_of(const AnyTensor& tensor) {
   return {.batch = tensor.batch_stride, .length = tensor.length_stride, .head = tensor.head_stride};
-}
-
-CUtensorMap tensor_map(const sm90::TensorLayout& layout, const Problem& problem, int box_rows) {
-  CUtensorMap map{};
-  if (!sm90::make_tensor_map(layout, problem.dtype == DType::kBFloat16, box_rows, &map)) {
-    throw Error("the CUDA driver could not make a tensor map (it must be of CUDA 12 or newer)");
-  }
-  return map;
 }
 
 // The scale inside the exponent, kept away from 0 because LSE is divided by it. What a scale below
@@ -152,12 +129,6 @@ BackwardParams columns_params(const Problem& problem, const BackwardArgs& args,
 }  // namespace
 
 std::string why_not_supported(const Problem& problem) {
-  if (problem.dtype != DType::kBFloat16 && problem.dtype != DType::kFloat16) {
-    return "the Hopper backward takes bfloat16 and float16";
-  }
-  if (problem.head_dim != 64 && problem.head_dim != 128) {
-    return "the Hopper backward takes head_dim 64 and 128, not " + std::to_string(problem.head_dim);
-  }
   constexpr int64_t kMaxLength = int64_t{1} << 29;
   if (problem.query_length > kMaxLength || problem.key_length > kMaxLength) {
     return "the Hopper backward takes lengths up to 2^29";
@@ -167,28 +138,20 @@ std::string why_not_supported(const Problem& problem) {
       problem.batch * problem.num_key_heads * num_key_tiles(problem.key_length) > kMaxCount) {
     return "batch * heads * length is too large for the Hopper backward";
   }
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
-    return "the GPU is not of compute capability 9.0 (H100, H200)";
-  }
   return {};
 }
 
 std::string why_not_supported(const Problem& problem, const BackwardArgs& args) {
-  std::string why;
-  const auto require = [&](const char* name, const auto& tensor, int64_t heads, int64_t length) {
-    if (!why.empty() || problem.batch == 0 || length == 0) return;
-    const char* reason = sm90::why_not_mappable(layout_of(tensor, problem, heads, length));
-    if (reason != nullptr) why = std::string(name) + ": " + reason;
-  };
-  require("query", args.query, problem.num_query_heads, problem.query_length);
-  require("key", args.key, problem.num_key_heads, problem.key_length);
-  require("value", args.value, problem.num_key_heads, problem.key_length);
-  require("out", args.out, problem.num_query_heads, problem.query_length);
-  require("grad_out", args.grad_out, problem.num_query_heads, problem.query_length);
-  require("grad_query", args.grad_query, problem.num_query_heads, problem.query_length);
-  require("grad_key", args.grad_key, problem.num_key_heads, problem.key_length);
-  require("grad_value", args.grad_value, problem.num_key_heads, problem.key_length);
-  return why;
+  Mappable mappable(problem);
+  mappable.require_query_side("query", args.query);
+  mappable.require_key_side("key", args.key);
+  mappable.require_key_side("value", args.value);
+  mappable.require_query_side("out", args.out);
+  mappable.require_query_side("grad_out", args.grad_out);
+  mappable.require_query_side("grad_query", args.grad_query);
+  mappable.require_key_side("grad_key", args.grad_key);
+  mappable.require_key_side("grad_value", args.grad_value);
+  return mappable.why_not();
 }
 
 size_t workspace_bytes(const Problem& problem) {

@@ -5,14 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <string>
 
+#include "common/copy_engine.h"
 #include "common/cuda_device.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 #include "forward/config_sm90.h"
 #include "forward/instances_sm90.h"
-#include "sm90/tensor_map.h"
 
 namespace backlite::forward_sm90 {
 namespace {
@@ -56,36 +55,12 @@ struct Workspace {
 // As many heads as keep their K and V in L2 while their blocks of rows are worked on. The cache is
 // two halves, and what both read is in both.
 int heads_in_group(const Problem& problem, int l2_bytes) {
-  constexpr int64_t kElementBytes = 2;
   const int64_t key_head_bytes =
-      std::max<int64_t>(2 * problem.key_length * problem.head_dim * kElementBytes, 1);
+      std::max<int64_t>(2 * problem.key_length * problem.head_dim * kCopiedElementBytes, 1);
   const int64_t heads_per_key_head = problem.num_query_heads / problem.num_key_heads;
   const int64_t key_heads = std::max<int64_t>(l2_bytes / 2 / key_head_bytes, 1);
   return static_cast<int>(
       std::min(key_heads * heads_per_key_head, problem.batch * problem.num_query_heads));
-}
-
-constexpr int64_t kElementBytes = 2;
-
-template <typename AnyTensor>
-sm90::TensorLayout layout_of(const AnyTensor& tensor, const Problem& problem, int64_t num_heads,
-                             int64_t length) {
-  return {.data = tensor.data,
-          .num_batches = problem.batch,
-          .num_heads = num_heads,
-          .num_rows = length,
-          .num_columns = problem.head_dim,
-          .batch_stride = tensor.batch_stride * kElementBytes,
-          .head_stride = tensor.head_stride * kElementBytes,
-          .row_stride = tensor.length_stride * kElementBytes};
-}
-
-CUtensorMap tensor_map(const sm90::TensorLayout& layout, const Problem& problem, int box_rows) {
-  CUtensorMap map{};
-  if (!sm90::make_tensor_map(layout, problem.dtype == DType::kBFloat16, box_rows, &map)) {
-    throw Error("the CUDA driver could not make a tensor map (it must be of CUDA 12 or newer)");
-  }
-  return map;
 }
 
 bool is_empty(const Problem& problem) { return problem.batch == 0 || problem.query_length == 0; }
@@ -93,45 +68,25 @@ bool is_empty(const Problem& problem) { return problem.batch == 0 || problem.que
 }  // namespace
 
 std::string why_not_supported(const Problem& problem) {
-  if (problem.dtype != DType::kBFloat16 && problem.dtype != DType::kFloat16) {
-    return "the Hopper forward takes bfloat16 and float16";
-  }
-  if (problem.head_dim != 64 && problem.head_dim != 128) {
-    return "the Hopper forward takes head_dim 64 and 128, not " + std::to_string(problem.head_dim);
-  }
   constexpr int64_t kMaxLength = int64_t{1} << 30;
   if (problem.query_length > kMaxLength || problem.key_length > kMaxLength) {
     return "the Hopper forward takes lengths up to 2^30";
   }
   if (num_items(problem, config_of(problem, false)) > std::numeric_limits<int>::max() / 2) {
-    return "batch * heads * query_length is too large for the Hopper forward";
-  }
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
-    return "the GPU is not of compute capability 9.0 (H100, H200)";
+    return "batch * num_query_heads * query_length is too large for the Hopper forward";
   }
   return {};
 }
 
 std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
-  if (is_empty(problem)) return {};
-  const auto reason = [&](const char* name, const sm90::TensorLayout& layout) -> std::string {
-    const char* why = sm90::why_not_mappable(layout);
-    return why == nullptr ? std::string() : std::string(name) + ": " + why;
-  };
-  std::string why = reason(
-      "query", layout_of(args.query, problem, problem.num_query_heads, problem.query_length));
-  if (why.empty() && problem.key_length > 0) {
-    why = reason("key", layout_of(args.key, problem, problem.num_key_heads, problem.key_length));
+  Mappable mappable(problem);
+  mappable.require_query_side("query", args.query);
+  if (problem.query_length > 0) {
+    mappable.require_key_side("key", args.key);
+    mappable.require_key_side("value", args.value);
   }
-  if (why.empty() && problem.key_length > 0) {
-    why =
-        reason("value", layout_of(args.value, problem, problem.num_key_heads, problem.key_length));
-  }
-  if (why.empty()) {
-    why =
-        reason("out", layout_of(args.out, problem, problem.num_query_heads, problem.query_length));
-  }
-  return why;
+  mappable.require_query_side("out", args.out);
+  return mappable.why_not();
 }
 
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {

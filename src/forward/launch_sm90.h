@@ -8,7 +8,7 @@
 
 namespace backlite::forward_sm90 {
 
-// Why this backend cannot serve the problem, in words; empty if it can.
+// Why a problem of a kind that Hopper's kernels take is too large, in words; empty if it is not.
 std::string why_not_supported(const Problem& problem);
 
 // Why the copy engine cannot take these tensors as they are, naming the first one; empty if it can.

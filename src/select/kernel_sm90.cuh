@@ -80,7 +80,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int64_t scratch[2 * kWarps];
   __shared__ int ranks[kWarps];
 
-  const int64_t batch_head = blockIdx.y;
+  const int blocks_of_head = params.num_words * (kTilesPerWord / kRowsOfBlock);
+  const int64_t batch_head = static_cast<int>(blockIdx.x) / blocks_of_head;
+  const int byte_of_column = static_cast<int>(blockIdx.x) % blocks_of_head;
   const int thread = threadIdx.x % kThreadsPerRow;
   const int64_t negl_prob =
       params.negl_prob[params.num_negl_prob == 1 ? 0 : batch_head % params.num_heads];
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int pass = 0; pass < kRowsOfBlock / kRowsAtOnce; ++pass) {
     const int row = pass * kRowsAtOnce + static_cast<int>(threadIdx.x) / kThreadsPerRow;
-    const int m = blockIdx.x * kRowsOfBlock + row;
+    const int m = byte_of_column * kRowsOfBlock + row;
     const bool exists = m < params.num_query_tiles;
     const Range allowed = exists ? params.mask.key_tiles(m) : Range{};
     const float* const stats =
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int n = threadIdx.x; n < params.num_key_tiles; n += kThreads) {
     const int64_t column = batch_head * params.num_key_tiles + n;
-    params.tile_bits[column * params.num_words * 4 + blockIdx.x] =
+    params.tile_bits[column * params.num_words * 4 + byte_of_column] =
         static_cast<uint8_t>(column_bits[n / 4] >> (n % 4 * 8));
   }
 }

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 #include "common/cuda_device.h"
 #include "select/kernel_sm90.cuh"
 
@@ -9,7 +11,13 @@ namespace backlite::select_sm90 {
 namespace {
 
 constexpr int64_t kMaxKeyTiles = 16384;
-constexpr int64_t kMaxHeads = 65535;  // the grid's second dimension
+constexpr int64_t kBlocksOfWord = kTilesPerWord / kRowsOfBlock;
+
+// A block for each byte of a column of tile bits, in each head.
+int64_t num_blocks(const Problem& problem) {
+  return problem.batch * problem.num_query_heads * num_bit_words(problem.query_length) *
+         kBlocksOfWord;
+}
 
 }  // namespace
 
@@ -17,17 +25,16 @@ std::string why_not_supported(const Problem& problem) {
   if (num_key_tiles(problem.key_length) > kMaxKeyTiles) {
     return "the Hopper select takes key lengths up to 2^21";
   }
-  if (problem.batch * problem.num_query_heads > kMaxHeads) {
-    return "the Hopper select takes up to 65535 heads (batch * num_query_heads)";
+  if (num_blocks(problem) > std::numeric_limits<int>::max()) {
+    return "batch * num_query_heads * query_length is too large for the Hopper select";
   }
   return {};
 }
 
 void select(const Problem& problem, const SelectArgs& args, const Execution& execution) {
-  const int64_t heads = problem.batch * problem.num_query_heads;
   const int64_t columns = num_key_tiles(problem.key_length);
-  const int64_t words = num_bit_words(problem.query_length);
-  if (heads * columns * words == 0) return;
+  const int64_t blocks = num_blocks(problem);
+  if (blocks == 0 || columns == 0) return;
 
   const SelectParams params{
       .mask = Mask::of(problem),
@@ -38,15 +45,14 @@ void select(const Problem& problem, const SelectArgs& args, const Execution& exe
       .num_heads = static_cast<int>(problem.num_query_heads),
       .num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length)),
       .num_key_tiles = static_cast<int>(columns),
-      .num_words = static_cast<int>(words)};
+      .num_words = static_cast<int>(num_bit_words(problem.query_length))};
   const auto kernel = columns <= 64     ? select_kernel<32, 2>
                       : columns <= 256  ? select_kernel<32, 8>
                       : columns <= 2048 ? select_kernel<kThreads, 8>
                                         : select_kernel<kThreads, 64>;
-  constexpr int kBlocksOfWord = kTilesPerWord / kRowsOfBlock;
-  const dim3 grid(static_cast<unsigned>(words * kBlocksOfWord), static_cast<unsigned>(heads));
   const size_t shared_bytes = static_cast<size_t>(ceil_div(columns, 4)) * 4;
-  kernel<<<grid, kThreads, shared_bytes, static_cast<cudaStream_t>(execution.stream)>>>(params);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes,
+           static_cast<cudaStream_t>(execution.stream)>>>(params);
   check_cuda(cudaGetLastError(), "select");
 }
 

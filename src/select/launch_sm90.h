@@ -7,7 +7,7 @@
 
 namespace backlite::select_sm90 {
 
-// Why this backend cannot serve the problem, in words; empty if it can.
+// Why the problem is too large for this backend, in words; empty if it is not.
 std::string why_not_supported(const Problem& problem);
 
 // Launches one kernel on the stream of `execution`; needs no workspace.
