@@ -14,10 +14,12 @@
 #include <limits>
 
 #include "backward/tile_source.h"
+#include "common/huge_pages.h"
 #include "common/mask.h"
 #include "common/matrix.h"
 #include "common/parallel.h"
 #include "common/product.h"
+#include "common/transpose.h"
 #include "common/workspace.h"
 #include "schedule/layout.h"
 
@@ -29,8 +31,8 @@ struct Scratch {              // of one thread; Dp = D, padded for products
   Compute* query;             // [64, Dp], scaled
   Compute* grad_out;          // [64, Dp]
   Compute* key;               // [128, Dp]
-  Compute* key_transposed;    // [D, 128]
-  Compute* value_transposed;  // [D, 128]
+  Compute* key_transposed;    // [Dp, 128]
+  Compute* value_transposed;  // [Dp, 128]
   Compute* probs;             // [64, 128]: S, then P
   Compute* grad_probs;        // [64, 128]: dP, then dS
   Compute* grad_key;          // [128, Dp]
@@ -41,8 +43,8 @@ struct Scratch {              // of one thread; Dp = D, padded for products
     query = carver.take<Compute>(kQueryTile * padded_dim);
     grad_out = carver.take<Compute>(kQueryTile * padded_dim);
     key = carver.take<Compute>(kKeyTile * padded_dim);
-    key_transposed = carver.take<Compute>(kKeyTile * problem.head_dim);
-    value_transposed = carver.take<Compute>(kKeyTile * problem.head_dim);
+    key_transposed = carver.take<Compute>(kKeyTile * padded_dim);
+    value_transposed = carver.take<Compute>(kKeyTile * padded_dim);
     probs = carver.take<Compute>(kQueryTile * kKeyTile);
     grad_probs = carver.take<Compute>(kQueryTile * kKeyTile);
     grad_key = carver.take<Compute>(kKeyTile * padded_dim);
@@ -83,35 +85,29 @@ struct Workspace {
 };
 
 // Before the columns: delta, and a LSE that is safe for rows without keys. Their delta is 0,
-// whatever the gradient into their LSE of -inf is.
+// whatever the gradient into their LSE of -inf is. All heads of a query together, since they are
+// neighbours in memory: (batch, length, heads, head_dim).
 template <typename Element>
-void prepare_query_tile(const Problem& problem, const BackwardArgs& args, const Mask& mask,
-                        int64_t head_idx, int64_t query_tile,
-                        const Workspace<ComputeOf<Element>>& workspace) {
+void prepare_query(const Problem& problem, const BackwardArgs& args, int64_t batch, int64_t query,
+                   const Workspace<ComputeOf<Element>>& workspace) {
   using Compute = ComputeOf<Element>;
-  const int64_t batch = head_idx / problem.num_query_heads;
-  const int64_t head = head_idx % problem.num_query_heads;
-  const Range rows = mask.rows_of_tile(query_tile);
-  const int64_t first = head_idx * problem.query_length + rows.begin;
-  const int64_t tile = head_idx * num_query_tiles(problem.query_length) + query_tile;
-  const auto block_of = [&](const ConstTensor& tensor) {
-    return rows_of<Element>(tensor, batch, head, rows.begin, rows.size(), problem.head_dim);
+  const int64_t padded_length = num_query_tiles(problem.query_length) * kQueryTile;
+  const auto row_of = [&](const ConstTensor& tensor, int64_t head) {
+    return rows_of<Element>(tensor, batch, head, query, 1, problem.head_dim)
+        .array()
+        .template cast<Compute>();
   };
-  const auto out = block_of(args.out);
-  const auto grad_out = block_of(args.grad_out);
-  const auto* lse = static_cast<const Compute*>(args.lse) + first;
-  const auto* grad_lse =
-      args.grad_lse == nullptr ? nullptr : static_cast<const Compute*>(args.grad_lse) + first;
-
-  for (int64_t i = 0; i < rows.size(); ++i) {
-    const bool has_keys = lse[i] != -std::numeric_limits<Compute>::infinity();
-    const Compute dot = (out.row(i).array().template cast<Compute>() *
-                         grad_out.row(i).array().template cast<Compute>())
-                            .sum();
-    workspace.lse[tile * kQueryTile + i] =
-        has_keys ? lse[i] : std::numeric_limits<Compute>::infinity();
-    workspace.delta[tile * kQueryTile + i] =
-        has_keys ? dot - (grad_lse == nullptr ? Compute{0} : grad_lse[i]) : Compute{0};
+  for (int64_t head = 0; head < problem.num_query_heads; ++head) {
+    const int64_t head_idx = batch * problem.num_query_heads + head;
+    const int64_t from = head_idx * problem.query_length + query;
+    const int64_t to = head_idx * padded_length + query;
+    const Compute lse = static_cast<const Compute*>(args.lse)[from];
+    const Compute grad_lse =
+        args.grad_lse == nullptr ? Compute{0} : static_cast<const Compute*>(args.grad_lse)[from];
+    const Compute dot = (row_of(args.out, head) * row_of(args.grad_out, head)).sum();
+    const bool has_keys = lse != -std::numeric_limits<Compute>::infinity();
+    workspace.lse[to] = has_keys ? lse : std::numeric_limits<Compute>::infinity();
+    workspace.delta[to] = has_keys ? dot - grad_lse : Compute{0};
   }
 }
 
@@ -133,15 +129,19 @@ class Column {
         padded_dim_(pad_rows(problem.head_dim)) {}
 
   void run() {
-    const auto key = rows_of<Element>(args_.key, item_.batch, item_.key_head, keys_.begin,
-                                      keys_.size(), problem_.head_dim);
-    const auto value = rows_of<Element>(args_.value, item_.batch, item_.key_head, keys_.begin,
-                                        keys_.size(), problem_.head_dim);
-    load<Element>(key, scratch_.key, padded_dim_);
-    load_transposed<Element>(key, scratch_.key_transposed, kKeyTile);
-    load_transposed<Element>(value, scratch_.value_transposed, kKeyTile);
-    std::fill_n(scratch_.grad_key, kKeyTile * padded_dim_, Compute{0});
-    std::fill_n(scratch_.grad_value, kKeyTile * padded_dim_, Compute{0});
+    if (item_.num_live > 0) visit_live_tiles();
+    if (into_column_ == Into::kStore) {  // none was visited
+      grad_rows(args_.grad_key).setZero();
+      grad_rows(args_.grad_value).setZero();
+    } else {
+      store(args_.grad_key, scratch_.grad_key);
+      store(args_.grad_value, scratch_.grad_value);
+    }
+  }
+
+ private:
+  void visit_live_tiles() {
+    load_key_and_value();
     const int64_t group = problem_.num_query_heads / problem_.num_key_heads;
     const Range allowed = mask_.query_tiles(item_.key_tile);
     for (int64_t head = item_.key_head * group; head < (item_.key_head + 1) * group; ++head) {
@@ -156,11 +156,22 @@ class Column {
             .for_each(visit);
       }
     }
-    store(args_.grad_key, scratch_.grad_key);
-    store(args_.grad_value, scratch_.grad_value);
   }
 
- private:
+  void load_key_and_value() {
+    const auto rows = [&](const ConstTensor& tensor) {
+      return rows_of<Element>(tensor, item_.batch, item_.key_head, keys_.begin, keys_.size(),
+                              problem_.head_dim);
+    };
+    load<Element>(rows(args_.key), scratch_.key, padded_dim_);
+    transpose(scratch_.key, padded_dim_, scratch_.key_transposed, kKeyTile, keys_.size(),
+              problem_.head_dim);
+    Compute* const value = scratch_.grad_value;  // free until the first tile
+    load<Element>(rows(args_.value), value, padded_dim_);
+    transpose(value, padded_dim_, scratch_.value_transposed, kKeyTile, keys_.size(),
+              problem_.head_dim);
+  }
+
   void visit_tile(int64_t head, int64_t query_tile) {
     const int64_t head_dim = problem_.head_dim;
     const Range rows = mask_.rows_of_tile(query_tile);
@@ -193,7 +204,7 @@ class Column {
     // (3)
     product<Compute>({scratch_.grad_out, padded_dim_}, {scratch_.probs, kKeyTile, 1},
                      {scratch_.grad_value, padded_dim_}, head_dim, keys_.size(), rows.size(),
-                     Into::kAdd);
+                     into_column_);
 
     // (4)
     product<Compute>({scratch_.value_transposed, kKeyTile}, {scratch_.grad_out, 1, padded_dim_},
@@ -210,9 +221,10 @@ class Column {
     // (6)
     product<Compute>({scratch_.query, padded_dim_}, {scratch_.grad_probs, kKeyTile, 1},
                      {scratch_.grad_key, padded_dim_}, head_dim, keys_.size(), rows.size(),
-                     Into::kAdd);
+                     into_column_);
+    into_column_ = Into::kAdd;
 
-    // (7) The first tile that a lane adds to a row of dQ is stored instead: no zeroing pass, which
+    // (7) The first tile that a lane adds to a row of dQ is stored too: no zeroing pass, which
     // would cost as much as the live tiles themselves when few are live.
     const int64_t lane_tile = workspace_.lane_tile(lane_, tile);
     uint8_t& touched = workspace_.touched[lane_tile];
@@ -233,11 +245,14 @@ class Column {
   }
 
   void store(const Tensor& tensor, const Compute* rows) const {
-    rows_of<Element>(tensor, item_.batch, item_.key_head, keys_.begin, keys_.size(),
-                     problem_.head_dim) =
-        ConstRowBlock<Compute>(rows, keys_.size(), problem_.head_dim,
-                               Eigen::OuterStride<>(padded_dim_))
-            .template cast<Element>();
+    grad_rows(tensor) = ConstRowBlock<Compute>(rows, keys_.size(), problem_.head_dim,
+                                               Eigen::OuterStride<>(padded_dim_))
+                            .template cast<Element>();
+  }
+
+  RowBlock<Element> grad_rows(const Tensor& tensor) const {
+    return rows_of<Element>(tensor, item_.batch, item_.key_head, keys_.begin, keys_.size(),
+                            problem_.head_dim);
   }
 
   const Problem& problem_;
@@ -249,39 +264,42 @@ class Column {
   const Scratch<Compute>& scratch_;
   const Range keys_;
   const int64_t padded_dim_;
+  Into into_column_ = Into::kStore;  // the first tile makes dK and dV, the others add to them
 };
 
-// The step after the columns: dQ = scale * (sum of the lanes, in their order).
+// The step after the columns, again all heads of a query together:
+// dQ = scale * (sum of the lanes that touched the tile, in their order).
 template <typename Element>
-void finish_query_tile(const Problem& problem, const BackwardArgs& args, const Mask& mask,
-                       int64_t head_idx, int64_t query_tile,
-                       const Workspace<ComputeOf<Element>>& workspace) {
+void finish_query(const Problem& problem, const BackwardArgs& args, int64_t batch, int64_t query,
+                  const Workspace<ComputeOf<Element>>& workspace) {
   using Compute = ComputeOf<Element>;
-  const int64_t head_dim = problem.head_dim;
-  const int64_t padded_dim = pad_rows(head_dim);
-  const Range rows = mask.rows_of_tile(query_tile);
-  const int64_t tile = head_idx * num_query_tiles(problem.query_length) + query_tile;
-  const auto part_of = [&](int64_t lane) {
-    return RowBlock<Compute>(
-        workspace.grad_query + workspace.lane_tile(lane, tile) * kQueryTile * padded_dim,
-        rows.size(), head_dim, Eigen::OuterStride<>(padded_dim));
-  };
-  int64_t first = -1;  // the first lane that has a part; it collects the others
-  for (int64_t lane = 0; lane < lanes_per_head(problem); ++lane) {
-    if (!workspace.touched[workspace.lane_tile(lane, tile)]) continue;
-    if (first < 0) {
-      first = lane;
-    } else {
-      part_of(first) += part_of(lane);
+  const int64_t tiles = num_query_tiles(problem.query_length);
+  const int64_t padded_dim = pad_rows(problem.head_dim);
+  const auto scale = static_cast<Compute>(problem.scale);
+  for (int64_t head = 0; head < problem.num_query_heads; ++head) {
+    const int64_t head_idx = batch * problem.num_query_heads + head;
+    const int64_t tile = head_idx * tiles + query / kQueryTile;
+    auto grad_query =
+        rows_of<Element>(args.grad_query, batch, head, query, 1, problem.head_dim).array();
+    const auto part_of = [&](int64_t lane) {
+      const int64_t row = workspace.lane_tile(lane, tile) * kQueryTile + query % kQueryTile;
+      return Vector<Compute>(workspace.grad_query + row * padded_dim, problem.head_dim).transpose();
+    };
+    Compute* sum = nullptr;  // the first lane that has a part collects the others
+    for (int64_t lane = 0; lane < lanes_per_head(problem); ++lane) {
+      if (!workspace.touched[workspace.lane_tile(lane, tile)]) continue;
+      if (sum == nullptr) {
+        sum = part_of(lane).data();
+      } else {
+        Vector<Compute>(sum, problem.head_dim).transpose() += part_of(lane);
+      }
     }
-  }
-  auto grad_query =
-      rows_of<Element>(args.grad_query, head_idx / problem.num_query_heads,
-                       head_idx % problem.num_query_heads, rows.begin, rows.size(), head_dim);
-  if (first < 0) {
-    grad_query.setZero();
-  } else {
-    grad_query = (part_of(first) * static_cast<Compute>(problem.scale)).template cast<Element>();
+    if (sum == nullptr) {
+      grad_query.setZero();
+    } else {
+      grad_query =
+          (Vector<Compute>(sum, problem.head_dim).transpose() * scale).template cast<Element>();
+    }
   }
 }
 
@@ -294,9 +312,19 @@ void backward_all(const Problem& problem, const BackwardArgs& args, const Execut
   const int64_t tiles = num_query_tiles(problem.query_length);
   const int64_t lanes = lanes_per_head(problem);
 
+  const auto prefer = [&](const Tensor& tensor, int64_t length, int64_t heads) {
+    prefer_huge_pages(tensor, problem.batch, length, heads, problem.head_dim, sizeof(Element));
+  };
+  prefer(args.grad_query, problem.query_length, problem.num_query_heads);
+  prefer(args.grad_key, problem.key_length, problem.num_key_heads);
+  prefer(args.grad_value, problem.key_length, problem.num_key_heads);
+
   std::fill_n(workspace.touched, lanes * workspace.num_tiles, uint8_t{0});
-  parallel_for(workspace.num_tiles, execution.num_threads, [&](int64_t index, int) {
-    prepare_query_tile<Element>(problem, args, mask, index / tiles, index % tiles, workspace);
+  parallel_for(problem.batch * tiles, execution.num_threads, [&](int64_t index, int) {
+    const Range rows = mask.rows_of_tile(index % tiles);
+    for (int64_t query = rows.begin; query < rows.end; ++query) {
+      prepare_query<Element>(problem, args, index / tiles, query, workspace);
+    }
   });
   parallel_for(schedule.num_lanes, execution.num_threads, [&](int64_t index, int thread) {
     Carver carver(workspace.scratch + workspace.scratch_bytes * thread);
@@ -307,8 +335,11 @@ void backward_all(const Problem& problem, const BackwardArgs& args, const Execut
           .run();
     }
   });
-  parallel_for(workspace.num_tiles, execution.num_threads, [&](int64_t index, int) {
-    finish_query_tile<Element>(problem, args, mask, index / tiles, index % tiles, workspace);
+  parallel_for(problem.batch * tiles, execution.num_threads, [&](int64_t index, int) {
+    const Range rows = mask.rows_of_tile(index % tiles);
+    for (int64_t query = rows.begin; query < rows.end; ++query) {
+      finish_query<Element>(problem, args, index / tiles, query, workspace);
+    }
   });
 }
 

@@ -41,18 +41,11 @@ RowBlock<Element> rows_of(const Tensor& tensor, int64_t batch, int64_t head, int
   return {data, num_rows, head_dim, Eigen::OuterStride<>(tensor.length_stride)};
 }
 
-// The block in the compute type, to `scratch`: rows as they are, `stride` apart, or transposed.
+// The block in the compute type, to `scratch`: rows as they are, `stride` apart.
 template <typename Element>
 void load(const ConstRowBlock<Element>& block, ComputeOf<Element>* scratch, int64_t stride) {
   RowBlock<ComputeOf<Element>>(scratch, block.rows(), block.cols(), Eigen::OuterStride<>(stride)) =
       block.template cast<ComputeOf<Element>>();
-}
-
-template <typename Element>
-void load_transposed(const ConstRowBlock<Element>& block, ComputeOf<Element>* scratch,
-                     int64_t stride) {
-  RowBlock<ComputeOf<Element>>(scratch, block.cols(), block.rows(), Eigen::OuterStride<>(stride)) =
-      block.template cast<ComputeOf<Element>>().transpose();
 }
 
 }  // namespace backlite::cpu

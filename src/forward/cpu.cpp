@@ -21,6 +21,7 @@
 #include "common/matrix.h"
 #include "common/parallel.h"
 #include "common/product.h"
+#include "common/transpose.h"
 #include "common/workspace.h"
 #include "forward/tile_score.h"
 
@@ -44,10 +45,10 @@ using Strip = Eigen::Map<StripValues<T>, Eigen::AlignedMax>;
 static_assert(kQueryTile % kStripRows == 0);
 
 template <typename Compute>
-struct Scratch {       // of one thread
-  Compute* query;      // [D, 192], scaled
+struct Scratch {       // of one thread; Dp = D, padded for transposes
+  Compute* query;      // [Dp, 192], scaled
   Compute* scores;     // [128, 192]: S, then P; a key's queries are contiguous
-  Compute* out;        // [D, 192], likewise
+  Compute* out;        // [Dp, 192], likewise
   Compute* row_max;    // [192]
   Compute* row_sum;    // [192]
   Compute* alpha;      // [192]
@@ -56,9 +57,10 @@ struct Scratch {       // of one thread
 
   Scratch(Carver& carver, const Problem& problem, bool record) {
     const int64_t tiles = record ? num_key_tiles(problem.key_length) : 0;
-    query = carver.take<Compute>(kBlockRows * problem.head_dim);
+    const int64_t padded_dim = pad_rows(problem.head_dim);
+    query = carver.take<Compute>(kBlockRows * padded_dim);
     scores = carver.take<Compute>(kKeyTile * kBlockRows);
-    out = carver.take<Compute>(kBlockRows * problem.head_dim);
+    out = carver.take<Compute>(kBlockRows * padded_dim);
     row_max = carver.take<Compute>(kBlockRows);
     row_sum = carver.take<Compute>(kBlockRows);
     alpha = carver.take<Compute>(kBlockRows);
@@ -114,14 +116,11 @@ class Block {
         tiles_{block * kBlockTiles,
                std::min((block + 1) * kBlockTiles, num_query_tiles(problem.query_length))},
         rows_{tiles_.begin * kQueryTile, std::min(tiles_.end * kQueryTile, problem.query_length)},
-        query_(scratch.query, problem.head_dim, rows_.size(), Eigen::OuterStride<>(kBlockRows)),
+        padded_dim_(pad_rows(problem.head_dim)),
         out_(scratch.out, problem.head_dim, rows_.size(), Eigen::OuterStride<>(kBlockRows)) {}
 
   void run() {
-    load_transposed<Element>(
-        rows_of<Element>(args_.query, batch_, head_, rows_.begin, rows_.size(), problem_.head_dim),
-        scratch_.query, kBlockRows);
-    query_ *= static_cast<Compute>(problem_.scale);
+    load_query();
     out_.setZero();
     row_vector(scratch_.row_max, rows_).setConstant(kMinusInf);
     row_vector(scratch_.row_sum, rows_).setZero();
@@ -140,6 +139,24 @@ class Block {
   // The part of a [192] vector that belongs to `rows`.
   Vector<Compute> row_vector(Compute* vector, Range rows) const {
     return {vector + (rows.begin - rows_.begin), rows.size()};
+  }
+
+  // Where one query tile passes on its way to or from the transposed blocks: free before the first
+  // key tile and after the last.
+  RowBlock<Compute> tile_rows(int64_t num_rows) const {
+    return {scratch_.scores, num_rows, problem_.head_dim, Eigen::OuterStride<>(padded_dim_)};
+  }
+
+  void load_query() {
+    for (int64_t m = tiles_.begin; m < tiles_.end; ++m) {
+      const Range rows = mask_.rows_of_tile(m);
+      tile_rows(rows.size()) =
+          rows_of<Element>(args_.query, batch_, head_, rows.begin, rows.size(), problem_.head_dim)
+              .template cast<Compute>() *
+          static_cast<Compute>(problem_.scale);
+      transpose(scratch_.scores, padded_dim_, scratch_.query + rows.begin - rows_.begin, kBlockRows,
+                rows.size(), problem_.head_dim);
+    }
   }
 
   void visit_key_tile(int64_t n) {
@@ -230,8 +247,13 @@ class Block {
     lse(rows_) = has_keys.select(exact_lse.template cast<Compute>(), kMinusInf);
     inverse_sum = has_keys.select(row_sum.inverse(), Compute{0});
     out_.array().rowwise() *= inverse_sum.transpose();
-    rows_of<Element>(args_.out, batch_, head_, rows_.begin, rows_.size(), problem_.head_dim) =
-        out_.transpose().template cast<Element>();
+    for (int64_t m = tiles_.begin; m < tiles_.end; ++m) {
+      const Range rows = mask_.rows_of_tile(m);
+      transpose(scratch_.out + rows.begin - rows_.begin, kBlockRows, scratch_.scores, padded_dim_,
+                problem_.head_dim, rows.size());
+      rows_of<Element>(args_.out, batch_, head_, rows.begin, rows.size(), problem_.head_dim) =
+          tile_rows(rows.size()).template cast<Element>();
+    }
   }
 
   // (6)
@@ -269,8 +291,8 @@ class Block {
   const int64_t first_key_row_;  // of this head in the workspace's K and V
   const Range tiles_;
   const Range rows_;
-  RowBlock<Compute> query_;  // [D, rows]
-  RowBlock<Compute> out_;    // [D, rows]
+  const int64_t padded_dim_;
+  RowBlock<Compute> out_;  // [D, rows]
 };
 
 template <typename Element>

@@ -1,8 +1,8 @@
 // Schedule: deal the columns of every (batch, key head) to its lanes.
 //   (1) count the live tiles of every column
 //   (2) sort the columns, most live tiles first (ties: lower key tile first)
-//   (3) give each column to the lane with the fewest live tiles so far (ties: lower lane)
-//   (4) order all lanes, most live tiles first
+//   (3) give each column to the lane with the least work so far (ties: lower lane)
+//   (4) order all lanes, most work first
 // Longest first, each to the least loaded, ends within 4/3 of the best possible finish (Graham,
 // "Bounds on multiprocessing timing anomalies", 1969).
 #include "schedule/cpu.h"
@@ -68,7 +68,7 @@ void schedule(const Problem& problem, const ScheduleArgs& args) {
     std::fill(load, load + lanes, 0);
     for (int64_t i = 0; i < columns; ++i) {
       const auto lightest = std::min_element(load, load + lanes);
-      *lightest += layout.sorted[i].num_live;
+      *lightest += layout.sorted[i].work();
       layout.lane_of[i] = static_cast<int32_t>(lightest - load);
     }
     WorkItem* item = layout.items + head_idx * columns;

@@ -15,6 +15,10 @@ struct WorkItem {
   int32_t key_head;
   int32_t key_tile;
   int32_t num_live;  // live tiles, over the query heads of the group
+
+  // In quarters of a tile. Beyond its tiles a column takes a quarter of one: its K and V are read,
+  // its dK and dV written, zeros too.
+  int64_t work() const { return 4 * int64_t{num_live} + 1; }
 };
 
 // Columns of one (batch, key head) add to the same dQ. They are dealt to lanes: a lane is worked
@@ -35,7 +39,7 @@ struct ScheduleLayout {
   int64_t* lane_begin;  // [num_lanes + 1]: items of lane i are [lane_begin[i], lane_begin[i + 1])
   WorkItem* items;     // [B * Hk * Tn], lane by lane; columns without a live tile too (dK = dV = 0)
   WorkItem* sorted;    // [Tn]: scratch of schedule()
-  int64_t* lane_load;  // [num_lanes]: live tiles of each lane
+  int64_t* lane_load;  // [num_lanes]: the work of each lane
   int32_t* lane_of;    // [Tn]: scratch of schedule()
   size_t bytes;
 

@@ -62,8 +62,8 @@ void check_schedule(const Case& c, double density) {
         }
       }
       BOOST_REQUIRE_EQUAL(item.num_live, live);
-      load[lane] += live;
-      heaviest_column = std::max(heaviest_column, live);
+      load[lane] += item.work();
+      heaviest_column = std::max(heaviest_column, item.work());
     }
   }
   BOOST_TEST(static_cast<int64_t>(columns.size()) == p.batch * p.num_key_heads * tiles.key_tiles);
