@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from ._library import has_cuda
+
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_CUDA_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_CUDA_HEAD_DIMS = (64, 128)
 _MIN_HEAD_DIM = 8
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
+_NOT_DETERMINISTIC = (
+    "the gradient of attention on CUDA is summed in an order that changes from call to call"
+)
 # Farther than any length, so that sums with a length stay in 64 bits.
 _WIDEST_WINDOW = 2**40
 
@@ -23,7 +31,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     Raises:
         TypeError: not a tensor, or a dtype that is not supported, or dtypes that differ.
         ValueError: a shape or layout that is not supported, or shapes that do not fit.
-        NotImplementedError: a device for which this build has no backend.
+        NotImplementedError: a device for which this build has no backend, or what its backend
+            does not serve.
     """
     # One pass without words; which of the conditions failed is looked up afterwards.
     if (
@@ -47,13 +56,39 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
             and dtype in _DTYPES
             and key.dtype == dtype
             and value.dtype == dtype
-            and query.is_cpu
-            and key.is_cpu
-            and value.is_cpu
+            and ((query.is_cpu and key.is_cpu and value.is_cpu) or _suit_cuda(query, key, value))
             and query.layout == key.layout == value.layout == torch.strided
         ):
             return
     raise _refusal(query, key, value)
+
+
+def _suit_cuda(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether all are on one GPU, of a dtype and head_dim that the CUDA backend serves.
+
+    Which GPU it is, the library checks.
+    """
+    return (
+        has_cuda
+        and query.is_cuda
+        and query.device == key.device == value.device
+        and query.dtype in _CUDA_DTYPES
+        and query.shape[3] in _CUDA_HEAD_DIMS
+    )
+
+
+def _device_refusal(name: str, tensor: Tensor, query: Tensor) -> Exception | None:
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        return NotImplementedError(f"{name}.device = {device}: accepted are CPU and CUDA tensors")
+    if device.type == "cuda" and not has_cuda:
+        return NotImplementedError(
+            f"{name}.device = {device}: this build of back_lite has no CUDA backend (there was no "
+            f"nvcc when it was built); accepted are CPU tensors ({name}.cpu())"
+        )
+    if device != query.device:
+        return ValueError(f"{name}.device = {device}: accepted is query's, {query.device}")
+    return None
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor) -> Exception:
@@ -68,11 +103,9 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor) -> Exception:
             return TypeError(
                 f"{name}.dtype = {tensor.dtype}: accepted are float16, bfloat16, float32, float64"
             )
-        if not tensor.is_cpu:
-            return NotImplementedError(
-                f"{name}.device = {tensor.device}: this build of back_lite has no "
-                f"{tensor.device.type.upper()} backend; accepted are CPU tensors ({name}.cpu())"
-            )
+        wrong_device = _device_refusal(name, tensor, query)
+        if wrong_device is not None:
+            return wrong_device
         if tensor.dim() != 4:
             return ValueError(
                 f"{name}.shape = {tuple(tensor.shape)}: accepted are four dimensions, "
@@ -104,6 +137,16 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor) -> Exception:
         return ValueError(
             f"key.shape[2] = {num_key_heads} key heads: accepted are divisors of the "
             f"{num_heads} query heads, and at least one head of each"
+        )
+    if query.dtype not in _CUDA_DTYPES:
+        return NotImplementedError(
+            f"query.dtype = {query.dtype}: accepted on CUDA are float16 and bfloat16 (inside "
+            "torch.autocast, float32 is cast); on the CPU also float32 and float64"
+        )
+    if head_dim not in _CUDA_HEAD_DIMS:
+        return NotImplementedError(
+            f"head_dim = {head_dim} (last dimension of query): accepted on CUDA are 64 and 128; on "
+            "the CPU, multiples of 8 from 8 to 256"
         )
     raise AssertionError("a condition of check_inputs has no words")
 
@@ -159,8 +202,7 @@ def check_options(
 ) -> tuple[float | None, tuple[int, int]]:
     """Check the options of a call, and return scale and window in the form that operators take.
 
-    For ``deterministic`` nothing but its type can be wrong: the CPU backend repeats its results bit
-    by bit, whatever is asked for.
+    Of ``deterministic`` only the type; see :func:`check_deterministic`.
 
     Raises:
         TypeError, ValueError: an option is not one of those that are accepted.
@@ -172,6 +214,32 @@ def check_options(
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic = {deterministic!r}: accepted are True, False and None")
     return scale, check_window(window_size)
+
+
+def check_deterministic(deterministic: bool | None, may_warn: bool) -> None:
+    """Refuse a deterministic gradient on CUDA; the CPU repeats its results bit by bit.
+
+    Under torch's ``warn_only``, warn instead if ``may_warn`` (compiled code cannot).
+
+    Raises:
+        NotImplementedError: it is asked for, here or by ``torch.use_deterministic_algorithms``.
+    """
+    if deterministic is None:
+        if not torch.are_deterministic_algorithms_enabled():
+            return
+        if torch.is_deterministic_algorithms_warn_only_enabled():
+            if may_warn:
+                warnings.warn(f"back_lite: {_NOT_DETERMINISTIC}", stacklevel=4)
+            return
+        asked = "torch.use_deterministic_algorithms(True)"
+    elif deterministic:
+        asked = "deterministic = True"
+    else:
+        return
+    raise NotImplementedError(
+        f"{asked}: {_NOT_DETERMINISTIC}; accepted are deterministic=False, warn_only=True, tensors "
+        "on the CPU, and inputs that need no gradient"
+    )
 
 
 def check_tensor(

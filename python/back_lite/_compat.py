@@ -22,9 +22,11 @@ def is_compiling() -> bool:
     return False
 
 
-def autocast_dtype() -> torch.dtype | None:
-    """Return the dtype that autocast computes in on the CPU; None outside autocast."""
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on a kind of device; None outside autocast."""
+    if device_type == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 class _Attention(torch.autograd.Function):

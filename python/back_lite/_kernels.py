@@ -1,4 +1,4 @@
-"""The operators on plain CPU tensors: allocation, copies that the library needs, and the call."""
+"""The operators on plain tensors: allocation, copies that the library needs, and the call."""
 
 from __future__ import annotations
 
@@ -29,6 +29,37 @@ def _rows(tensor: Tensor) -> Tensor:
     if last_stride == 1 and (length_stride >= tensor.shape[3] or length_stride == 0):
         return tensor
     return tensor.contiguous()
+
+
+def _mappable(tensor: Tensor) -> Tensor:
+    """Return the CUDA tensor, copied if the GPU's copy engine cannot take it as it is.
+
+    It takes addresses and strides that are multiples of 16 bytes, 8 elements. The stride of a
+    dimension of size 1 means nothing.
+    """
+    if tensor.data_ptr() % 16 == 0:
+        if tensor.is_contiguous():
+            return tensor
+        batch, length, heads, head_dim = tensor.shape
+        batch_stride, length_stride, head_stride, last_stride = tensor.stride()
+        if (
+            last_stride == 1
+            and (length == 1 or (length_stride % 8 == 0 and length_stride >= head_dim))
+            and (heads == 1 or (head_stride % 8 == 0 and head_stride > 0))
+            and (batch == 1 or (batch_stride % 8 == 0 and batch_stride > 0))
+        ):
+            return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Tell whether the tensor is on a GPU that is not the current one."""
+    return not tensor.is_cpu and tensor.get_device() != torch.cuda.current_device()
+
+
+def _scratch(size: int, like: Tensor) -> Tensor:
+    """Take scratch memory of one call from torch's allocator."""
+    return like.new_empty(size, dtype=torch.uint8)
 
 
 def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) -> list[Tensor]:
@@ -64,17 +95,31 @@ def attention(
     record: bool,
 ) -> list[Tensor]:
     """Run the forward, and the selection where ``negl_prob`` is given."""
+    if _is_elsewhere(query):
+        with torch.cuda.device(query.device):
+            return attention(
+                query, key, value, negl_prob, scale, causal, window_left, window_right, record
+            )
     selects = negl_prob is not None
     outputs = allocate_outputs(query, key, selects, record)
+    scratch = None
+    if query.is_cpu:
+        query = query if query.is_contiguous() else _rows(query)
+        key = key if key.is_contiguous() else _rows(key)
+        value = value if value.is_contiguous() else _rows(value)
+    else:
+        query, key, value = _mappable(query), _mappable(key), _mappable(value)
+        scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)
     _library.forward(
-        query if query.is_contiguous() else _rows(query),
-        key if key.is_contiguous() else _rows(key),
-        value if value.is_contiguous() else _rows(value),
+        query,
+        key,
+        value,
         outputs[0],
         outputs[1],
         outputs[-1] if record else None,
         negl_prob,
         outputs[2] if selects else None,
+        scratch,
         query.shape[3] ** -0.5 if scale is None else scale,
         causal,
         window_left,
@@ -101,6 +146,11 @@ def select(
     window_right: int,
 ) -> Tensor:
     """Run the selection."""
+    if _is_elsewhere(tile_stats):
+        with torch.cuda.device(tile_stats.device):
+            return select(
+                tile_stats, negl_prob, query_length, key_length, causal, window_left, window_right
+            )
     tile_bits = allocate_tile_bits(tile_stats, query_length, key_length)
     _library.select(
         tile_stats.contiguous(),
@@ -136,17 +186,35 @@ def backward(
     window_right: int,
 ) -> Gradients:
     """Run the schedule and the backward."""
+    if _is_elsewhere(query):
+        mask = (causal, window_left, window_right)
+        with torch.cuda.device(query.device):
+            return backward(
+                grad_out, query, key, value, out, lse, tile_bits, grad_lse, scale, *mask
+            )
     gradients = allocate_gradients(query, key, value)
+    scratch = None
+    if query.is_cpu:
+        grad_out = grad_out if grad_out.is_contiguous() else _rows(grad_out)
+        query = query if query.is_contiguous() else _rows(query)
+        key = key if key.is_contiguous() else _rows(key)
+        value = value if value.is_contiguous() else _rows(value)
+        out = out if out.is_contiguous() else _rows(out)
+    else:
+        grad_out, out = _mappable(grad_out), _mappable(out)
+        query, key, value = _mappable(query), _mappable(key), _mappable(value)
+        scratch = _scratch(_library.backward_scratch_bytes(query, key), query)
     _library.backward(
-        grad_out if grad_out.is_contiguous() else _rows(grad_out),
-        query if query.is_contiguous() else _rows(query),
-        key if key.is_contiguous() else _rows(key),
-        value if value.is_contiguous() else _rows(value),
-        out if out.is_contiguous() else _rows(out),
+        grad_out,
+        query,
+        key,
+        value,
+        out,
         lse.contiguous(),
         None if grad_lse is None else grad_lse.contiguous(),
         None if tile_bits is None else tile_bits.contiguous(),
         *gradients,
+        scratch,
         query.shape[3] ** -0.5 if scale is None else scale,
         causal,
         window_left,

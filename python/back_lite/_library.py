@@ -72,8 +72,11 @@ def _load() -> Any:
 _module = _load()
 
 forward: Callable[..., None] = _module.forward
+forward_scratch_bytes: Callable[..., int] = _module.forward_scratch_bytes
 select: Callable[..., None] = _module.select
 backward: Callable[..., None] = _module.backward
+backward_scratch_bytes: Callable[..., int] = _module.backward_scratch_bytes
 version: str = str(_module.version())
 cpu_isa: str = str(_module.cpu_isa())
 max_table_heads: int = int(_module.max_table_heads())
+has_cuda: bool = bool(_module.has_cuda())

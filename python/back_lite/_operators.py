@@ -44,9 +44,10 @@ attention = torch.ops.back_lite.attention.default
 select = torch.ops.back_lite.select.default
 backward = torch.ops.back_lite.backward.default
 
-_registry.impl("attention", _kernels.attention, "CPU")
-_registry.impl("select", _kernels.select, "CPU")
-_registry.impl("backward", _kernels.backward, "CPU")
+for _key in ("CPU", "CUDA"):
+    _registry.impl("attention", _kernels.attention, _key)
+    _registry.impl("select", _kernels.select, _key)
+    _registry.impl("backward", _kernels.backward, _key)
 
 
 def _fake_attention(
@@ -75,14 +76,16 @@ torch.library.register_fake("back_lite::backward", _fake_backward, lib=_registry
 is_compiling = torch.compiler.is_compiling
 
 
-def autocast_dtype() -> torch.dtype | None:
-    """Return the dtype that autocast computes in on the CPU; None outside autocast."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on a kind of device; None outside autocast."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd_keyset = torch._C._after_autograd_keyset
 _cpu_keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_cuda_keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 def _redispatch(operator: Any, keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
@@ -169,7 +172,8 @@ def _attention_autograd(
     *options: Any,
 ) -> Sequence[Tensor]:
     rest = keyset & _after_autograd_keyset
-    is_plain = rest == _cpu_keyset  # the usual case: spare another trip through the dispatcher
+    # The usual case: spare another trip through the dispatcher.
+    is_plain = rest in (_cpu_keyset, _cuda_keyset)
     outputs: Sequence[Tensor]
     if (
         torch.is_grad_enabled()

@@ -13,6 +13,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from . import _dispatch
 from ._library import max_table_heads
 
 FRACTION_BITS = 40
@@ -81,9 +82,18 @@ def wrong_count(given: int, num_heads: int) -> ValueError:
 
 
 def fixed_point(thresholds: Thresholds, device: torch.device | None) -> Tensor:
-    """Make an int64 tensor of one entry, or of one per head."""
+    """Make an int64 tensor of one entry, or of one per head; on a GPU without waiting for it."""
     values = thresholds if isinstance(thresholds, tuple) else (thresholds,)
-    return torch.tensor([_fixed(value) for value in values], dtype=torch.int64, device=device)
+    fixed = [_fixed(value) for value in values]
+    if device is None or device.type != "cuda":
+        return torch.tensor(fixed, dtype=torch.int64, device=device)
+    if len(fixed) == 1:
+        return torch.full((1,), fixed[0], dtype=torch.int64, device=device)
+    if not _dispatch.is_compiling() and torch.cuda.is_current_stream_capturing():
+        # A copy would be made again at every replay, from memory that is gone by then.
+        parts = [torch.full((1,), value, dtype=torch.int64, device=device) for value in fixed]
+        return torch.cat(parts)
+    return torch.tensor(fixed, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def fixed_point_of_tensor(negl_prob: Tensor) -> Tensor:
@@ -108,10 +118,10 @@ def fill_table(table: Tensor, thresholds: Thresholds) -> None:
 
     The table has one shape whatever it holds, so that compiled code need not be compiled again when
     one threshold for all heads becomes one for each. One for all fills it; one for each leaves -1
-    behind the last, by which the library finds a wrong number of them.
+    behind the last, by which the library finds a wrong number of them. Nothing waits for a GPU.
     """
     if isinstance(thresholds, tuple):
         table.fill_(-1)
-        table[: len(thresholds)].copy_(fixed_point(thresholds, None))
+        table[: len(thresholds)].copy_(fixed_point(thresholds, None), non_blocking=True)
     else:
         table.fill_(_fixed(thresholds))

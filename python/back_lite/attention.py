@@ -32,25 +32,27 @@ def _attend(
     ``negl_prob`` is in fixed point; None is exact. ``num_thresholds`` is how many it holds, 1 if
     that is left to the library to find out.
     """
-    dtype = _dispatch.autocast_dtype()
+    device_type = "cuda" if isinstance(query, Tensor) and query.is_cuda else "cpu"
+    dtype = _dispatch.autocast_dtype(device_type)
     if dtype is not None:
-        query, key, value = (_autocast(tensor, dtype) for tensor in (query, key, value))
+        query, key, value = (_autocast(x, device_type, dtype) for x in (query, key, value))
     _checks.check_inputs(query, key, value)
     scale, window = _checks.check_options(scale, causal, window_size, deterministic)
     if num_thresholds != 1 and num_thresholds != query.shape[2]:
         raise _thresholds.wrong_count(num_thresholds, query.shape[2])
     if tile_stats is not None:
         _checks.check_tile_stats(tile_stats, tile_stats_shape(query, key), query.device)
-    if negl_prob is not None:
-        if not negl_prob.is_cpu:  # as query is
-            raise ValueError(
-                f"negl_prob.device = {negl_prob.device}: accepted is query's, {query.device}; a "
-                "module moves with module.to(), from the meta device with module.to_empty()"
-            )
-        if not torch.is_grad_enabled() or not (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
-            negl_prob = None
+    if negl_prob is not None and negl_prob.device != query.device:
+        raise ValueError(
+            f"negl_prob.device = {negl_prob.device}: accepted is query's, {query.device}; a "
+            "module moves with module.to(), from the meta device with module.to_empty()"
+        )
+    if not torch.is_grad_enabled() or not (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        negl_prob = None
+    elif device_type == "cuda":
+        _checks.check_deterministic(deterministic, may_warn=not _dispatch.is_compiling())
     verbose = _verbose.is_on(query)
     record = tile_stats is not None or (verbose and negl_prob is not None)
     outputs = _dispatch.attention(query, key, value, negl_prob, scale, causal, *window, record)
@@ -63,12 +65,12 @@ def _attend(
     return outputs[0], outputs[1], tile_bits, window
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # As torch's own operators do it: float64 keeps its precision. What is no tensor or not on the
-    # CPU is refused later, by name.
+def _autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
+    # As torch's own operators do it: float64 keeps its precision. What is no tensor or on another
+    # device is refused later, by name.
     if (
         isinstance(tensor, Tensor)
-        and tensor.is_cpu
+        and tensor.device.type == device_type
         and tensor.is_floating_point()
         and tensor.dtype != torch.float64
     ):
@@ -143,7 +145,8 @@ def attention(
 
     Args:
         query: ``(B, Sq, H, D)``: float16, bfloat16, float32 or float64; any strides. Inside
-            ``torch.autocast`` all but float64 is cast to the autocast dtype.
+            ``torch.autocast`` all but float64 is cast to the autocast dtype. On CUDA: float16 or
+            bfloat16, D 64 or 128, on a Hopper GPU (H100, H200).
         key: ``(B, Sk, Hk, D)`` of the same dtype.
         value: like key.
         negl_prob: from 0 to below 1; one for all heads, or H of them. Of the probability of each
@@ -158,7 +161,8 @@ def attention(
         window_size: ``(left, right)``: query i sees key j only if
             ``i + Sk - Sq - left <= j <= i + Sk - Sq + right``; -1 is unlimited. Intersects causal.
         deterministic: None follows ``torch.use_deterministic_algorithms``. The CPU backend always
-            repeats its results bit by bit.
+            repeats its results bit by bit; on CUDA only the forward does, and True is refused where
+            a gradient is wanted.
 
     Returns:
         out ``(B, Sq, H, D)`` of query's dtype; with ``return_softmax_lse``, ``(out, lse)``: lse
@@ -167,20 +171,23 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not one of those above.
-        NotImplementedError: there is no backend for the tensors' device.
+        NotImplementedError: there is no backend for the tensors' device, or it does not serve them.
     """
     _checks.check_flag("return_softmax_lse", return_softmax_lse)
     fixed: Tensor | None = None
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
     if isinstance(negl_prob, Tensor) and (
         _dispatch.is_compiling() or type(negl_prob) is not Tensor or not negl_prob.is_cpu
     ):  # not to be read on the host
         fixed = _thresholds.fixed_point_of_tensor(negl_prob)
+        if negl_prob.is_cpu:
+            fixed = fixed.to(device, non_blocking=True)
         num_thresholds = fixed.shape[0]
     else:
         thresholds = _thresholds.parse(negl_prob)
         num_thresholds = _thresholds.count(thresholds)
         if _thresholds.skips(thresholds):
-            fixed = _thresholds.fixed_point(thresholds, torch.device("cpu"))
+            fixed = _thresholds.fixed_point(thresholds, device)
     out, lse, _, _ = _attend(
         query,
         key,
@@ -224,7 +231,8 @@ class BackLite(nn.Module):
             Of the probability of each query tile (the mean of its 64 rows), less than this is
             skipped by the backward. 0 is exact, and records nothing.
         deterministic: None follows ``torch.use_deterministic_algorithms``. The CPU backend always
-            repeats its results bit by bit.
+            repeats its results bit by bit; on CUDA only the forward does, and True is refused where
+            a gradient is wanted.
 
     Raises:
         TypeError, ValueError: ``negl_prob`` is not one of those above.
@@ -248,6 +256,9 @@ class BackLite(nn.Module):
         with torch.inference_mode(False):  # or it could not be filled again outside inference mode
             table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
         self.register_buffer("_negl_prob_table", table, persistent=False)
+        # The same on other devices from which query came: a module without weights need not be
+        # moved. Filled in place, so that a captured CUDA graph follows a change.
+        self._twin_tables: dict[torch.device, Tensor] = {}
         self.negl_prob = negl_prob
 
     @property
@@ -267,7 +278,39 @@ class BackLite(nn.Module):
         self._thresholds: _thresholds.Thresholds = thresholds
         self._num_thresholds = _thresholds.count(thresholds)
         self._skips = _thresholds.skips(thresholds)
-        _thresholds.fill_table(self._negl_prob_table, thresholds)
+        for table in (self._negl_prob_table, *self._twin_tables.values()):
+            _thresholds.fill_table(table, thresholds)
+
+    def _table_for(self, query: Tensor) -> Tensor:
+        """Return the table of thresholds on the device of ``query``."""
+        table = self._buffers["_negl_prob_table"]  # not by nn.Module.__getattr__, which takes 1 us
+        assert table is not None
+        if not isinstance(query, Tensor) or (query.is_cpu and table.is_cpu):
+            return table
+        device = query.device
+        if table.device == device or device.type not in ("cpu", "cuda"):
+            return table
+        twin = self._twin_tables.get(device)
+        if twin is None:
+            if _dispatch.is_compiling():
+                return table.to(device, non_blocking=True)
+            twin = self._make_twin_table(device)
+        return twin
+
+    def _make_twin_table(self, device: torch.device) -> Tensor:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "back_lite: the first call of a module on a device must not be captured in a CUDA "
+                "graph; call it once before, or move it there with module.to()"
+            )
+        with torch.inference_mode(False):
+            twin = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64, device=device)
+        _thresholds.fill_table(twin, self._thresholds)
+        if type(twin) is Tensor:  # not a fake one
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # once, for calls on other streams
+            self._twin_tables[device] = twin
+        return twin
 
     @property
     def last_density(self) -> float | None:
@@ -302,8 +345,7 @@ class BackLite(nn.Module):
             query,
             key,
             value,
-            # Not through nn.Module.__getattr__, which takes 1 us.
-            self._buffers["_negl_prob_table"] if self._skips else None,
+            self._table_for(query) if self._skips else None,
             # Not a constant of compiled code; there the library compares the counts.
             1 if _dispatch.is_compiling() else self._num_thresholds,
             scale,
@@ -319,6 +361,9 @@ class BackLite(nn.Module):
     def extra_repr(self) -> str:
         """Describe the options, for ``repr``."""
         return f"negl_prob={self._thresholds}, deterministic={self.deterministic}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_twin_tables": {}}  # made anew where a copy is used
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BackLite:
         apply: Callable[..., Any] = super()._apply

@@ -1,6 +1,7 @@
 // The CUDA backend behind the public functions: cuda.cpp where nvcc was found, else no_cuda.cpp.
 // Arguments have been checked as far as all backends agree; each function adds what Hopper's
-// kernels ask for. It throws NotSupported, or InvalidArgument for a tensor that the copy engine cannot take.
+// kernels ask for. It throws NotSupported, or InvalidArgument for a tensor that the copy engine
+// cannot take.
 #pragma once
 
 #include "backlite/backlite.h"

@@ -57,10 +57,19 @@ inline backlite::DType dtype_of(const TensorView& tensor, const char* name) {
   TVM_FFI_UNREACHABLE();
 }
 
-inline void require_cpu(const TensorView& tensor, const char* name) {
-  if (tensor.device().device_type != kDLCPU) {
-    throw backlite::NotSupported(
-        std::string(name) + " is not on the CPU: this build of back_lite has no other backend");
+inline backlite::Device device_of(const TensorView& tensor, const char* name) {
+  const DLDeviceType type = tensor.device().device_type;
+  if (type == kDLCPU) return backlite::Device::kCpu;
+  if (type == kDLCUDA) return backlite::Device::kCuda;
+  throw backlite::NotSupported(std::string(name) + ": accepted are tensors on the CPU and on CUDA");
+}
+
+inline void require_device(const TensorView& tensor, const char* name, const DLDevice& device) {
+  const DLDevice got = tensor.device();
+  if (got.device_type != device.device_type || got.device_id != device.device_id) {
+    refuse(name, " has DLPack device (", int{got.device_type}, ", ", got.device_id,
+           "); it must be the first tensor's, (", int{device.device_type}, ", ", device.device_id,
+           ")");
   }
 }
 
@@ -89,25 +98,25 @@ inline void require_shape(const TensorView& tensor, const char* name,
   }
 }
 
-// Everything but the four large tensors: contiguous, of one exact shape and type.
-inline void require_dense(const TensorView& tensor, const char* name, DLDataType dtype,
-                          std::initializer_list<int64_t> shape) {
-  require_cpu(tensor, name);
+// Everything but the four large tensors: contiguous, of one exact shape and type, where `like` is.
+inline void require_dense(const TensorView& tensor, const char* name, const TensorView& like,
+                          DLDataType dtype, std::initializer_list<int64_t> shape) {
+  require_device(tensor, name, like.device());
   require_dtype(tensor, name, dtype);
   require_shape(tensor, name, shape);
   if (!tensor.IsContiguous()) refuse(name, " must be contiguous");
 }
 
-inline void require_dense(const OptionalView& tensor, const char* name, DLDataType dtype,
-                          std::initializer_list<int64_t> shape) {
-  if (tensor.has_value()) require_dense(tensor.value(), name, dtype, shape);
+inline void require_dense(const OptionalView& tensor, const char* name, const TensorView& like,
+                          DLDataType dtype, std::initializer_list<int64_t> shape) {
+  if (tensor.has_value()) require_dense(tensor.value(), name, like, dtype, shape);
 }
 
 // A (batch, length, heads, head_dim) tensor with a unit last stride.
 template <typename View>
 View view_of(const TensorView& tensor, const char* name, const TensorView& like, int64_t length,
              int64_t num_heads) {
-  require_cpu(tensor, name);
+  require_device(tensor, name, like.device());
   require_dtype(tensor, name, like.dtype());
   require_shape(tensor, name, {like.size(0), length, num_heads, like.size(3)});
   const int64_t row = tensor.size(3);
@@ -126,6 +135,7 @@ inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 inline constexpr DLDataType kFloat64{kDLFloat, 64, 1};
 inline constexpr DLDataType kInt32{kDLInt, 32, 1};
 inline constexpr DLDataType kInt64{kDLInt, 64, 1};
+inline constexpr DLDataType kUInt8{kDLUInt, 8, 1};
 
 struct Mask {
   bool causal;
@@ -136,7 +146,7 @@ struct Mask {
 inline backlite::Problem problem_of(const TensorView& query, const TensorView& key, double scale,
                                     const Mask& mask) {
   if (query.ndim() != 4 || key.ndim() != 4) refuse("query and key must have four dimensions");
-  return {.device = backlite::Device::kCpu,
+  return {.device = device_of(query, "query"),
           .dtype = dtype_of(query, "query"),
           .batch = query.size(0),
           .num_query_heads = query.size(2),
@@ -163,28 +173,32 @@ inline DLDataType lse_dtype(const backlite::Problem& p) {
 }
 
 template <typename TensorOrOptional>
-void require_tile_stats(const TensorOrOptional& tile_stats, const backlite::Problem& p) {
-  require_dense(tile_stats, "tile_stats", kFloat32,
+void require_tile_stats(const TensorOrOptional& tile_stats, const TensorView& like,
+                        const backlite::Problem& p) {
+  require_dense(tile_stats, "tile_stats", like, kFloat32,
                 {p.batch, p.num_query_heads, query_tiles(p), key_tiles(p)});
 }
 
 // Any shape with the elements of [B, H, Tn, W] in that order.
-inline void require_tile_bits(const TensorView& tile_bits, const backlite::Problem& p) {
+inline void require_tile_bits(const TensorView& tile_bits, const TensorView& like,
+                              const backlite::Problem& p) {
   const int64_t words = p.batch * p.num_query_heads * key_tiles(p) *
                         ceil_div(query_tiles(p), backlite::kTilesPerWord);
   if (tile_bits.numel() != words) {
     refuse("tile_bits has ", tile_bits.numel(), " words; it must have ", words);
   }
-  require_cpu(tile_bits, "tile_bits");
+  require_device(tile_bits, "tile_bits", like.device());
   require_dtype(tile_bits, "tile_bits", kInt32);
   if (!tile_bits.IsContiguous()) refuse("tile_bits must be contiguous");
 }
 
 // How many entries of negl_prob the heads read. It comes with 1 entry (all heads alike), with one
 // per head, or as a table of fixed size, so that compiled code sees one shape whatever it holds:
-// all kMaxTableHeads + 1 entries alike, or one per head and -1 from there on.
-inline int64_t resolve_negl_prob(const TensorView& negl_prob, int64_t num_heads) {
-  require_cpu(negl_prob, "negl_prob");
+// all kMaxTableHeads + 1 entries alike, or one per head and -1 from there on. On CUDA the entries
+// are not for the host to read; every head then has its own in the table, alike or not.
+inline int64_t resolve_negl_prob(const TensorView& negl_prob, const TensorView& like,
+                                 int64_t num_heads) {
+  require_device(negl_prob, "negl_prob", like.device());
   require_dtype(negl_prob, "negl_prob", kInt64);
   if (negl_prob.ndim() != 1 || !negl_prob.IsContiguous()) {
     refuse("negl_prob must be contiguous and have one dimension");
@@ -195,6 +209,7 @@ inline int64_t resolve_negl_prob(const TensorView& negl_prob, int64_t num_heads)
     refuse("negl_prob has ", size, " entries; accepted: 1, or one for each of the ", num_heads,
            " query heads");
   }
+  if (negl_prob.device().device_type == kDLCUDA) return num_heads <= size ? num_heads : 1;
   const int64_t* table = data_of<const int64_t>(negl_prob);
   if (table[kMaxTableHeads] >= 0) return 1;
   const int64_t given = std::find(table, table + kMaxTableHeads, -1) - table;

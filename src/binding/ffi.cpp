@@ -6,10 +6,13 @@
 #include <backlite/backlite.h>
 #include <sys/mman.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <new>
 
 #include "binding/conversions.h"
@@ -62,59 +65,118 @@ class Workspace {
   void* data_;
 };
 
-backlite::Execution execution_on(const Workspace& workspace, int64_t num_threads) {
-  return {.stream = nullptr,
-          .num_threads = static_cast<int>(num_threads),
-          .workspace = workspace.data(),
-          .workspace_bytes = workspace.bytes()};
+constexpr size_t aligned(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-void run_select(const backlite::Problem& problem, const float* tile_stats,
-                const TensorView& negl_prob, int32_t* tile_bits, int64_t num_threads) {
+// What a call needs for its own time. On the CPU blocks of ours; on CUDA slices of a tensor that
+// the caller took from torch's allocator, so that nothing here allocates there.
+class Scratch {
+ public:
+  Scratch(const OptionalView& given, const TensorView& like)
+      : is_ours_(like.device().device_type == kDLCPU) {
+    if (!given.has_value()) return;
+    const TensorView& tensor = given.value();
+    require_device(tensor, "scratch", like.device());
+    require_dtype(tensor, "scratch", kUInt8);
+    if (!tensor.IsContiguous()) refuse("scratch must be contiguous");
+    given_ = data_of<std::byte>(tensor);
+    left_ = static_cast<size_t>(tensor.numel());
+  }
+
+  void* take(size_t bytes) {
+    if (bytes == 0) return nullptr;
+    if (is_ours_) return blocks_.emplace_back(bytes).data();
+    if (left_ < aligned(bytes)) refuse("scratch is ", aligned(bytes) - left_, " bytes too small");
+    void* const data = given_;
+    given_ += aligned(bytes);
+    left_ -= aligned(bytes);
+    return data;
+  }
+
+ private:
+  bool is_ours_;
+  std::deque<Workspace> blocks_;
+  std::byte* given_ = nullptr;
+  size_t left_ = 0;
+};
+
+// With torch's current stream, which tvm-ffi has noted as the tensors came in.
+backlite::Execution execution_on(const TensorView& like, Scratch& scratch, size_t workspace_bytes,
+                                 int64_t num_threads) {
+  const DLDevice device = like.device();
+  return {.stream = device.device_type == kDLCPU
+                        ? nullptr
+                        : TVMFFIEnvGetStream(device.device_type, device.device_id),
+          .num_threads = static_cast<int>(num_threads),
+          .workspace = scratch.take(workspace_bytes),
+          .workspace_bytes = workspace_bytes};
+}
+
+int64_t stats_bytes(const backlite::Problem& p) {
+  return p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+void run_select(const backlite::Problem& problem, const float* tile_stats, const TensorView& like,
+                const TensorView& negl_prob, int32_t* tile_bits, Scratch& scratch,
+                int64_t num_threads) {
   const backlite::SelectArgs args{
       .tile_stats = tile_stats,
       .negl_prob = data_of<const int64_t>(negl_prob),
-      .num_negl_prob = resolve_negl_prob(negl_prob, problem.num_query_heads),
+      .num_negl_prob = resolve_negl_prob(negl_prob, like, problem.num_query_heads),
       .tile_bits = tile_bits};
-  const Workspace workspace(
-      backlite::select_workspace_bytes(problem, static_cast<int>(num_threads)));
-  backlite::select(problem, args, execution_on(workspace, num_threads));
+  const size_t bytes = backlite::select_workspace_bytes(problem, static_cast<int>(num_threads));
+  backlite::select(problem, args, execution_on(like, scratch, bytes, num_threads));
 }
 
 // ---- Exported functions -----------------------------------------------------------------------
 
 // The forward and, where tile_bits is given, the selection. The statistics that only the selection
-// needs live in a workspace.
+// needs live in scratch memory.
 void forward(TensorView query, TensorView key, TensorView value, TensorView out, TensorView lse,
-             OptionalView tile_stats, OptionalView negl_prob, OptionalView tile_bits, double scale,
-             bool causal, int64_t window_left, int64_t window_right, int64_t num_threads) {
+             OptionalView tile_stats, OptionalView negl_prob, OptionalView tile_bits,
+             OptionalView scratch_tensor, double scale, bool causal, int64_t window_left,
+             int64_t window_right, int64_t num_threads) {
   translate([&] {
     using backlite::ConstTensor;
     const backlite::Problem p = problem_of(query, key, scale, {causal, window_left, window_right});
-    require_dense(lse, "lse", lse_dtype(p), {p.batch, p.num_query_heads, p.query_length});
-    require_tile_stats(tile_stats, p);
+    require_dense(lse, "lse", query, lse_dtype(p), {p.batch, p.num_query_heads, p.query_length});
+    require_tile_stats(tile_stats, query, p);
     const bool selects = tile_bits.has_value();
-    if (selects) require_tile_bits(tile_bits.value(), p);
+    if (selects) require_tile_bits(tile_bits.value(), query, p);
     if (selects != negl_prob.has_value()) refuse("tile_bits and negl_prob come together");
 
-    const int64_t num_stats = p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p);
-    const bool own_stats = selects && !tile_stats.has_value();
-    const Workspace stats(own_stats ? static_cast<size_t>(num_stats) * sizeof(float) : 0);
+    Scratch scratch(scratch_tensor, query);
+    float* stats = data_or_null<float>(tile_stats);
+    if (selects && !tile_stats.has_value()) {
+      stats = static_cast<float*>(scratch.take(static_cast<size_t>(stats_bytes(p))));
+    }
     const backlite::ForwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, p.query_length, p.num_query_heads),
         .key = view_of<ConstTensor>(key, "key", query, p.key_length, p.num_key_heads),
         .value = view_of<ConstTensor>(value, "value", query, p.key_length, p.num_key_heads),
         .out = view_of<backlite::Tensor>(out, "out", query, p.query_length, p.num_query_heads),
         .lse = data_of<void>(lse),
-        .tile_stats =
-            own_stats ? static_cast<float*>(stats.data()) : data_or_null<float>(tile_stats)};
-    const Workspace workspace(backlite::forward_workspace_bytes(p, args.tile_stats != nullptr,
-                                                                static_cast<int>(num_threads)));
-    backlite::forward(p, args, execution_on(workspace, num_threads));
+        .tile_stats = stats};
+    const size_t bytes = backlite::forward_workspace_bytes(p, args.tile_stats != nullptr,
+                                                           static_cast<int>(num_threads));
+    backlite::forward(p, args, execution_on(query, scratch, bytes, num_threads));
     if (selects) {
-      run_select(p, args.tile_stats, negl_prob.value(), data_of<int32_t>(tile_bits.value()),
-                 num_threads);
+      run_select(p, args.tile_stats, query, negl_prob.value(), data_of<int32_t>(tile_bits.value()),
+                 scratch, num_threads);
     }
+  });
+}
+
+// On CUDA: how many bytes of scratch forward() needs, with statistics for the caller (`record`),
+// for the selection alone (`selects`), or without.
+int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
+  return translate([&] {
+    const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});
+    const size_t stats = selects && !record ? static_cast<size_t>(stats_bytes(p)) : 0;
+    const size_t workspace = backlite::forward_workspace_bytes(p, selects || record, 1);
+    return static_cast<int64_t>(aligned(stats) + aligned(workspace));
   });
 }
 
@@ -123,37 +185,42 @@ void select(TensorView tile_stats, TensorView negl_prob, TensorView tile_bits, i
             int64_t num_threads) {
   translate([&] {
     if (tile_stats.ndim() != 4) refuse("tile_stats must have four dimensions");
-    // The selection reads neither dtype nor head_dim; any pair that is sound will do.
-    const backlite::Problem p{.batch = tile_stats.size(0),
+    // The selection reads neither dtype nor head_dim; a pair that every backend knows will do.
+    const backlite::Problem p{.device = device_of(tile_stats, "tile_stats"),
+                              .dtype = backlite::DType::kBFloat16,
+                              .batch = tile_stats.size(0),
                               .num_query_heads = tile_stats.size(1),
                               .num_key_heads = tile_stats.size(1),
                               .query_length = query_length,
                               .key_length = key_length,
-                              .head_dim = 8,
+                              .head_dim = 64,
                               .causal = causal,
                               .window_left = window_left,
                               .window_right = window_right};
-    require_tile_stats(tile_stats, p);
-    require_tile_bits(tile_bits, p);
-    run_select(p, data_of<const float>(tile_stats), negl_prob, data_of<int32_t>(tile_bits),
-               num_threads);
+    require_tile_stats(tile_stats, tile_stats, p);
+    require_tile_bits(tile_bits, tile_stats, p);
+    Scratch scratch({}, tile_stats);
+    run_select(p, data_of<const float>(tile_stats), tile_stats, negl_prob,
+               data_of<int32_t>(tile_bits), scratch, num_threads);
   });
 }
 
 // Schedule and backward.
 void backward(TensorView grad_out, TensorView query, TensorView key, TensorView value,
               TensorView out, TensorView lse, OptionalView grad_lse, OptionalView tile_bits,
-              TensorView grad_query, TensorView grad_key, TensorView grad_value, double scale,
-              bool causal, int64_t window_left, int64_t window_right, int64_t num_threads) {
+              TensorView grad_query, TensorView grad_key, TensorView grad_value,
+              OptionalView scratch_tensor, double scale, bool causal, int64_t window_left,
+              int64_t window_right, int64_t num_threads) {
   translate([&] {
     using backlite::ConstTensor;
     const backlite::Problem p = problem_of(query, key, scale, {causal, window_left, window_right});
     const int64_t sq = p.query_length, sk = p.key_length;
     const int64_t hq = p.num_query_heads, hk = p.num_key_heads;
-    require_dense(lse, "lse", lse_dtype(p), {p.batch, hq, sq});
-    require_dense(grad_lse, "grad_lse", lse_dtype(p), {p.batch, hq, sq});
-    if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), p);
-    const Workspace schedule(backlite::schedule_bytes(p));
+    require_dense(lse, "lse", query, lse_dtype(p), {p.batch, hq, sq});
+    require_dense(grad_lse, "grad_lse", query, lse_dtype(p), {p.batch, hq, sq});
+    if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), query, p);
+    Scratch scratch(scratch_tensor, query);
+    void* const schedule = scratch.take(backlite::schedule_bytes(p));
     const backlite::BackwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, sq, hq),
         .key = view_of<ConstTensor>(key, "key", query, sk, hk),
@@ -163,14 +230,23 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
         .lse = data_of<const void>(lse),
         .grad_lse = data_or_null<const void>(grad_lse),
         .tile_bits = data_or_null<const int32_t>(tile_bits),
-        .schedule = schedule.data(),
+        .schedule = schedule,
         .grad_query = view_of<backlite::Tensor>(grad_query, "grad_query", query, sq, hq),
         .grad_key = view_of<backlite::Tensor>(grad_key, "grad_key", query, sk, hk),
         .grad_value = view_of<backlite::Tensor>(grad_value, "grad_value", query, sk, hk)};
-    const Workspace workspace(backlite::backward_workspace_bytes(p, static_cast<int>(num_threads)));
-    const backlite::Execution execution = execution_on(workspace, num_threads);
-    backlite::schedule(p, {.tile_bits = args.tile_bits, .schedule = schedule.data()}, execution);
+    const size_t bytes = backlite::backward_workspace_bytes(p, static_cast<int>(num_threads));
+    const backlite::Execution execution = execution_on(query, scratch, bytes, num_threads);
+    backlite::schedule(p, {.tile_bits = args.tile_bits, .schedule = schedule}, execution);
     backlite::backward(p, args, execution);
+  });
+}
+
+// On CUDA: how many bytes of scratch backward() needs.
+int64_t backward_scratch_bytes(TensorView query, TensorView key) {
+  return translate([&] {
+    const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});
+    return static_cast<int64_t>(aligned(backlite::schedule_bytes(p)) +
+                                aligned(backlite::backward_workspace_bytes(p, 1)));
   });
 }
 
@@ -179,13 +255,17 @@ ffi::String cpu_isa() {
   return translate([] { return ffi::String(backlite::cpu_isa()); });
 }
 int64_t max_table_heads() { return kMaxTableHeads; }
+bool has_cuda() { return backlite::has_cuda(); }
 
 }  // namespace
 }  // namespace backlite_ffi
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, backlite_ffi::forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward_scratch_bytes, backlite_ffi::forward_scratch_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, backlite_ffi::select);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(backward, backlite_ffi::backward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(backward_scratch_bytes, backlite_ffi::backward_scratch_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, backlite_ffi::version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_isa, backlite_ffi::cpu_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_table_heads, backlite_ffi::max_table_heads);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_cuda, backlite_ffi::has_cuda);

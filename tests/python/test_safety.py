@@ -17,8 +17,10 @@ import oracle
 import pytest
 import torch
 from back_lite import BackLite, attention, ops
+from back_lite._library import has_cuda
 from cases import Case, Inputs
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -396,14 +398,93 @@ def test_refused_number_of_thresholds(num_thresholds: int) -> None:
         ops.select(stats, negl_prob, query_length=10, key_length=10)
 
 
-def test_refused_cuda_tensor_names_what_is_missing() -> None:
-    """Without a GPU, a fake CUDA tensor stands for a real one."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _fake_cuda(*shape: int, **options: Any) -> Tensor:
+    """Without a GPU, a fake CUDA tensor stands for a real one; under a FakeTensorMode."""
+    return torch.empty(*shape, **{"dtype": torch.bfloat16, "device": "cuda", **options})
 
+
+@pytest.mark.skipif(has_cuda, reason="this build has the CUDA backend")
+def test_refused_cuda_tensor_names_what_is_missing() -> None:
     with FakeTensorMode():
-        q = torch.empty(1, 8, 2, 16, device="cuda")
+        q = _fake_cuda(1, 8, 2, 64)
         with pytest.raises(NotImplementedError, match=r"query.*cuda.*backend.*CPU"):
             attention(q, q, q)
+
+
+G, GK = (2, 10, 4, 64), (2, 10, 2, 64)
+REFUSED_ON_CUDA: list[tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] = [
+    (
+        "dtype",
+        lambda: dict.fromkeys(("query", "key", "value"), _fake_cuda(*G, dtype=torch.float32)),
+        NotImplementedError,
+        r"query\.dtype.*float32.*float16 and bfloat16.*CPU",
+    ),
+    (
+        "head_dim",
+        lambda: dict.fromkeys(("query", "key", "value"), _fake_cuda(2, 10, 4, 80)),
+        NotImplementedError,
+        r"head_dim.*80.*64 and 128.*CPU",
+    ),
+    (
+        "query_elsewhere",
+        lambda: {"query": torch.empty(*G, dtype=torch.bfloat16)},
+        ValueError,
+        r"key\.device.*cuda.*query's, cpu",
+    ),
+    (
+        "key_elsewhere",
+        lambda: {"key": torch.empty(*GK, dtype=torch.bfloat16)},
+        ValueError,
+        r"key\.device.*cpu.*query's, cuda",
+    ),
+    (
+        "value_on_another_gpu",
+        lambda: {"value": _fake_cuda(*GK, device="cuda:1")},
+        ValueError,
+        r"value\.device.*cuda:1.*query's, cuda:0",
+    ),
+    (
+        "stats_elsewhere",
+        lambda: {"tile_stats": torch.empty(2, 4, 1, 1)},
+        ValueError,
+        r"tile_stats\.device.*cpu.*query's, cuda",
+    ),
+]
+
+
+@pytest.mark.skipif(not has_cuda, reason="this build has no CUDA backend")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [r[1:] for r in REFUSED_ON_CUDA],
+    ids=[r[0] for r in REFUSED_ON_CUDA],
+)
+def test_refusal_on_cuda(
+    changes: Callable[[], dict[str, Any]], error: type[Exception], message: str
+) -> None:
+    with FakeTensorMode():
+        sound = {"query": _fake_cuda(*G), "key": _fake_cuda(*GK), "value": _fake_cuda(*GK)}
+        assert attention(**sound).shape == G
+        with pytest.raises(error, match=message):
+            attention(**{**sound, **changes()})
+
+
+@pytest.mark.skipif(not has_cuda, reason="this build has no CUDA backend")
+def test_refused_deterministic_gradient_on_cuda() -> None:
+    """In the forward, where a gradient is wanted."""
+    with FakeTensorMode():
+        plain = [_fake_cuda(*G) for _ in range(3)]
+        leaves = [_fake_cuda(*G, requires_grad=True) for _ in range(3)]
+        attention(*plain, deterministic=True)
+        message = r"deterministic.*CUDA.*deterministic=False.*CPU"
+        with pytest.raises(NotImplementedError, match=message):
+            attention(*leaves, deterministic=True)
+        with pytest.raises(NotImplementedError, match=message):
+            BackLite(deterministic=True)(*leaves)
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(NotImplementedError, match="use_" + message):
+            attention(*leaves)
+        with pytest.raises(NotImplementedError, match="use_" + message):
+            ops.forward(*leaves)
 
 
 def _stages() -> dict[str, Any]:
