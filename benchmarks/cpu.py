@@ -294,17 +294,15 @@ def bench_masks() -> Iterator[Row]:
 
 
 def time_recording(case: Case) -> tuple[Timing, Timing]:
-    """Forward with statistics and selection, and the forward alone."""
-    inputs = case.random(3)
-    length = case.length
+    """Forward of a training step with statistics and selection, and without."""
+    inputs = [t.requires_grad_() for t in case.random(3)]
 
     def plain() -> Tensor:
-        return ops.forward(*inputs, causal=case.causal)[0]
+        out: Tensor = attention(*inputs, 0.0, causal=case.causal)
+        return out
 
     def recorded() -> Tensor:
-        out, _, stats = ops.forward(*inputs, causal=case.causal, record=True)
-        assert stats is not None
-        ops.select(stats, 0.05, query_length=length, key_length=length, causal=case.causal)
+        out: Tensor = attention(*inputs, 0.05, causal=case.causal)
         return out
 
     check(f"recorded out, {case}", recorded(), plain(), 1e-6)

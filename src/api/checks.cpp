@@ -8,15 +8,13 @@
 #include <string>
 
 #include "api/cuda.h"
+#include "common/limits.h"
 #include "common/mask.h"
 #include "common/workspace.h"
 
 namespace backlite {
 namespace {
 
-constexpr int64_t kMinHeadDim = 8;
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kHeadDimStep = 8;
 // Tile numbers travel as int32 and, in selection, as 23 bits beside a probability.
 constexpr int64_t kMaxLength = (int64_t{1} << 23) * kQueryTile;
 // Numbers of elements and their products with a stride must stay far from 2^63.

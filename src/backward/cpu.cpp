@@ -14,9 +14,9 @@
 #include <limits>
 
 #include "backward/tile_source.h"
-#include "common/huge_pages.h"
 #include "common/mask.h"
 #include "common/matrix.h"
+#include "common/output.h"
 #include "common/parallel.h"
 #include "common/product.h"
 #include "common/transpose.h"
@@ -112,14 +112,28 @@ void prepare_query(const Problem& problem, const BackwardArgs& args, int64_t bat
 }
 
 template <typename Element>
+struct Gradients {
+  Output<Element> query;
+  Output<Element> key;
+  Output<Element> value;
+
+  Gradients(const Problem& problem, const BackwardArgs& args)
+      : query(args.grad_query, problem, problem.query_length, problem.num_query_heads),
+        key(args.grad_key, problem, problem.key_length, problem.num_key_heads),
+        value(args.grad_value, problem, problem.key_length, problem.num_key_heads) {}
+};
+
+template <typename Element>
 class Column {
  public:
   using Compute = ComputeOf<Element>;
 
-  Column(const Problem& problem, const BackwardArgs& args, const Mask& mask, const WorkItem& item,
-         int64_t lane, const Workspace<Compute>& workspace, const Scratch<Compute>& scratch)
+  Column(const Problem& problem, const BackwardArgs& args, const Gradients<Element>& gradients,
+         const Mask& mask, const WorkItem& item, int64_t lane, const Workspace<Compute>& workspace,
+         const Scratch<Compute>& scratch)
       : problem_(problem),
         args_(args),
+        gradients_(gradients),
         mask_(mask),
         item_(item),
         lane_(lane),
@@ -130,13 +144,13 @@ class Column {
 
   void run() {
     if (item_.num_live > 0) visit_live_tiles();
-    if (into_column_ == Into::kStore) {  // none was visited
-      grad_rows(args_.grad_key).setZero();
-      grad_rows(args_.grad_value).setZero();
-    } else {
-      store(args_.grad_key, scratch_.grad_key);
-      store(args_.grad_value, scratch_.grad_value);
-    }
+    const bool none_visited = into_column_ == Into::kStore;
+    const auto write = [&](const Output<Element>& output, const Compute* rows) {
+      output.write_rows(item_.batch, item_.key_head, keys_, none_visited ? nullptr : rows,
+                        padded_dim_);
+    };
+    write(gradients_.key, scratch_.grad_key);
+    write(gradients_.value, scratch_.grad_value);
   }
 
  private:
@@ -244,19 +258,9 @@ class Column {
     }
   }
 
-  void store(const Tensor& tensor, const Compute* rows) const {
-    grad_rows(tensor) = ConstRowBlock<Compute>(rows, keys_.size(), problem_.head_dim,
-                                               Eigen::OuterStride<>(padded_dim_))
-                            .template cast<Element>();
-  }
-
-  RowBlock<Element> grad_rows(const Tensor& tensor) const {
-    return rows_of<Element>(tensor, item_.batch, item_.key_head, keys_.begin, keys_.size(),
-                            problem_.head_dim);
-  }
-
   const Problem& problem_;
   const BackwardArgs& args_;
+  const Gradients<Element>& gradients_;
   const Mask& mask_;
   const WorkItem item_;
   const int64_t lane_;
@@ -270,8 +274,8 @@ class Column {
 // The step after the columns, again all heads of a query together:
 // dQ = scale * (sum of the lanes that touched the tile, in their order).
 template <typename Element>
-void finish_query(const Problem& problem, const BackwardArgs& args, int64_t batch, int64_t query,
-                  const Workspace<ComputeOf<Element>>& workspace) {
+void finish_query(const Problem& problem, const Output<Element>& grad_query, int64_t batch,
+                  int64_t query, const Workspace<ComputeOf<Element>>& workspace) {
   using Compute = ComputeOf<Element>;
   const int64_t tiles = num_query_tiles(problem.query_length);
   const int64_t padded_dim = pad_rows(problem.head_dim);
@@ -279,11 +283,9 @@ void finish_query(const Problem& problem, const BackwardArgs& args, int64_t batc
   for (int64_t head = 0; head < problem.num_query_heads; ++head) {
     const int64_t head_idx = batch * problem.num_query_heads + head;
     const int64_t tile = head_idx * tiles + query / kQueryTile;
-    auto grad_query =
-        rows_of<Element>(args.grad_query, batch, head, query, 1, problem.head_dim).array();
     const auto part_of = [&](int64_t lane) {
       const int64_t row = workspace.lane_tile(lane, tile) * kQueryTile + query % kQueryTile;
-      return Vector<Compute>(workspace.grad_query + row * padded_dim, problem.head_dim).transpose();
+      return Vector<Compute>(workspace.grad_query + row * padded_dim, problem.head_dim);
     };
     Compute* sum = nullptr;  // the first lane that has a part collects the others
     for (int64_t lane = 0; lane < lanes_per_head(problem); ++lane) {
@@ -291,15 +293,11 @@ void finish_query(const Problem& problem, const BackwardArgs& args, int64_t batc
       if (sum == nullptr) {
         sum = part_of(lane).data();
       } else {
-        Vector<Compute>(sum, problem.head_dim).transpose() += part_of(lane);
+        Vector<Compute>(sum, problem.head_dim) += part_of(lane);
       }
     }
-    if (sum == nullptr) {
-      grad_query.setZero();
-    } else {
-      grad_query =
-          (Vector<Compute>(sum, problem.head_dim).transpose() * scale).template cast<Element>();
-    }
+    if (sum != nullptr) Vector<Compute>(sum, problem.head_dim) *= scale;
+    grad_query.write(batch, head, query, sum);
   }
 }
 
@@ -312,12 +310,7 @@ void backward_all(const Problem& problem, const BackwardArgs& args, const Execut
   const int64_t tiles = num_query_tiles(problem.query_length);
   const int64_t lanes = lanes_per_head(problem);
 
-  const auto prefer = [&](const Tensor& tensor, int64_t length, int64_t heads) {
-    prefer_huge_pages(tensor, problem.batch, length, heads, problem.head_dim, sizeof(Element));
-  };
-  prefer(args.grad_query, problem.query_length, problem.num_query_heads);
-  prefer(args.grad_key, problem.key_length, problem.num_key_heads);
-  prefer(args.grad_value, problem.key_length, problem.num_key_heads);
+  const Gradients<Element> gradients(problem, args);
 
   std::fill_n(workspace.touched, lanes * workspace.num_tiles, uint8_t{0});
   parallel_for(problem.batch * tiles, execution.num_threads, [&](int64_t index, int) {
@@ -331,15 +324,17 @@ void backward_all(const Problem& problem, const BackwardArgs& args, const Execut
     const Scratch<Compute> scratch(carver, problem);
     const int64_t lane = schedule.lane_order[index];
     for (int64_t i = schedule.lane_begin[lane]; i < schedule.lane_begin[lane + 1]; ++i) {
-      Column<Element>(problem, args, mask, schedule.items[i], lane % lanes, workspace, scratch)
+      Column<Element>(problem, args, gradients, mask, schedule.items[i], lane % lanes, workspace,
+                      scratch)
           .run();
     }
   });
   parallel_for(problem.batch * tiles, execution.num_threads, [&](int64_t index, int) {
     const Range rows = mask.rows_of_tile(index % tiles);
     for (int64_t query = rows.begin; query < rows.end; ++query) {
-      finish_query<Element>(problem, args, index / tiles, query, workspace);
+      finish_query<Element>(problem, gradients.query, index / tiles, query, workspace);
     }
+    Output<Element>::fence();
   });
 }
 

@@ -10,10 +10,12 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <new>
+#include <vector>
 
 #include "binding/conversions.h"
 
@@ -39,45 +41,70 @@ auto translate(const Stage& stage) {
 
 // Scratch memory of one call, aligned as the core asks. The allocator maps large blocks anew at
 // each call, and a fresh page costs 1.7 us: 14 ms for 32 MiB, more than a sparse backward at 2k. In
-// huge pages, where Linux has them, it is 3.5 ms.
+// huge pages, where Linux has them, it is 3.5 ms; for a block that is used again it is nothing. So
+// the last block waits for the next call, if it is not larger than kMaxKept.
 class Workspace {
  public:
-  explicit Workspace(size_t bytes)
-      : bytes_(bytes),
-        alignment_(bytes >= kHugePage ? kHugePage : kAlignment),
-        data_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{alignment_})) {
-#if defined(MADV_HUGEPAGE)
-    // Advice: where it is refused, ordinary pages serve.
-    if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
-#endif
+  explicit Workspace(size_t bytes) : block_(bytes < kHugePage ? nullptr : kept_.exchange(nullptr)) {
+    if (block_ != nullptr && block_->bytes >= bytes) return;
+    delete block_;
+    block_ = nullptr;
+    if (bytes > 0) block_ = new Block(bytes);
   }
-  ~Workspace() { ::operator delete(data_, std::align_val_t{alignment_}); }
+  ~Workspace() {
+    if (block_ != nullptr && block_->bytes >= kHugePage && block_->bytes <= kMaxKept) {
+      Block* const waiting = kept_.exchange(block_);
+      const bool is_larger = waiting != nullptr && waiting->bytes > block_->bytes;
+      block_ = is_larger ? kept_.exchange(waiting) : waiting;
+    }
+    delete block_;
+  }
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  void* data() const { return block_ == nullptr ? nullptr : block_->data; }
+  size_t bytes() const { return block_ == nullptr ? 0 : block_->bytes; }
 
  private:
   static constexpr size_t kHugePage = size_t{2} << 20;
-  size_t bytes_;
-  size_t alignment_;
-  void* data_;
+  static constexpr size_t kMaxKept = size_t{64} << 20;
+
+  struct Block {
+    explicit Block(size_t size)
+        : bytes(size),
+          alignment(size >= kHugePage ? kHugePage : kAlignment),
+          data(::operator new(size, std::align_val_t{alignment})) {
+#if defined(MADV_HUGEPAGE)
+      // Advice: where it is refused, ordinary pages serve.
+      if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+    }
+    ~Block() { ::operator delete(data, std::align_val_t{alignment}); }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    size_t bytes;
+    size_t alignment;
+    void* data;
+  };
+
+  static inline std::atomic<Block*> kept_{nullptr};
+  Block* block_;
 };
 
 constexpr size_t aligned(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// What a call needs for its own time. On the CPU blocks of ours; on CUDA slices of a tensor that
-// the caller took from torch's allocator, so that nothing here allocates there.
+// What a call needs for its own time. On the CPU blocks of ours. On CUDA memory of torch's
+// allocator: slices of a tensor that the caller took from it or, without one, by way of tvm-ffi
+// (3 us less a call), which reaches the allocator of torch 2.10 and newer.
 class Scratch {
  public:
-  Scratch(const OptionalView& given, const TensorView& like)
-      : is_ours_(like.device().device_type == kDLCPU) {
+  Scratch(const OptionalView& given, const TensorView& like) : device_(like.device()) {
     if (!given.has_value()) return;
     const TensorView& tensor = given.value();
-    require_device(tensor, "scratch", like.device());
+    require_device(tensor, "scratch", device_);
     require_dtype(tensor, "scratch", kUInt8);
     if (!tensor.IsContiguous()) refuse("scratch must be contiguous");
     given_ = data_of<std::byte>(tensor);
@@ -86,7 +113,14 @@ class Scratch {
 
   void* take(size_t bytes) {
     if (bytes == 0) return nullptr;
-    if (is_ours_) return blocks_.emplace_back(bytes).data();
+    if (device_.device_type == kDLCPU) return blocks_.emplace_back(bytes).data();
+    if (given_ == nullptr) {
+      const auto size = static_cast<int64_t>(bytes);
+      return tensors_
+          .emplace_back(ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::ShapeView(&size, 1),
+                                                  kUInt8, device_))
+          .data_ptr();
+    }
     if (left_ < aligned(bytes)) refuse("scratch is ", aligned(bytes) - left_, " bytes too small");
     void* const data = given_;
     given_ += aligned(bytes);
@@ -95,8 +129,9 @@ class Scratch {
   }
 
  private:
-  bool is_ours_;
+  DLDevice device_;
   std::deque<Workspace> blocks_;
+  std::vector<ffi::Tensor> tensors_;
   std::byte* given_ = nullptr;
   size_t left_ = 0;
 };
@@ -169,7 +204,7 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
   });
 }
 
-// On CUDA: how many bytes of scratch forward() needs, with statistics for the caller (`record`),
+// How many bytes of scratch forward() needs on CUDA if it is given any: with statistics for the caller (`record`),
 // for the selection alone (`selects`), or without.
 int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
   return translate([&] {
@@ -241,7 +276,7 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
   });
 }
 
-// On CUDA: how many bytes of scratch backward() needs.
+// How many bytes of scratch backward() needs on CUDA if it is given any.
 int64_t backward_scratch_bytes(TensorView query, TensorView key) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});

@@ -19,6 +19,7 @@
 
 #include "common/mask.h"
 #include "common/matrix.h"
+#include "common/output.h"
 #include "common/parallel.h"
 #include "common/product.h"
 #include "common/transpose.h"
@@ -100,10 +101,12 @@ class Block {
  public:
   using Compute = ComputeOf<Element>;
 
-  Block(const Problem& problem, const ForwardArgs& args, const Mask& mask, int64_t head_idx,
-        int64_t block, const Workspace<Compute>& workspace, const Scratch<Compute>& scratch)
+  Block(const Problem& problem, const ForwardArgs& args, const Output<Element>& output,
+        const Mask& mask, int64_t head_idx, int64_t block, const Workspace<Compute>& workspace,
+        const Scratch<Compute>& scratch)
       : problem_(problem),
         args_(args),
+        output_(output),
         mask_(mask),
         workspace_(workspace),
         scratch_(scratch),
@@ -251,8 +254,7 @@ class Block {
       const Range rows = mask_.rows_of_tile(m);
       transpose(scratch_.out + rows.begin - rows_.begin, kBlockRows, scratch_.scores, padded_dim_,
                 problem_.head_dim, rows.size());
-      rows_of<Element>(args_.out, batch_, head_, rows.begin, rows.size(), problem_.head_dim) =
-          tile_rows(rows.size()).template cast<Element>();
+      output_.write_rows(batch_, head_, rows, scratch_.scores, padded_dim_);
     }
   }
 
@@ -282,6 +284,7 @@ class Block {
 
   const Problem& problem_;
   const ForwardArgs& args_;
+  const Output<Element>& output_;
   const Mask& mask_;
   const Workspace<Compute>& workspace_;
   const Scratch<Compute>& scratch_;
@@ -305,6 +308,7 @@ void forward_all(const Problem& problem, const ForwardArgs& args, const Executio
   const int64_t key_tiles = num_key_tiles(problem.key_length);
   const bool record = args.tile_stats != nullptr;
   const Workspace<Compute> workspace(problem, record, execution.num_threads, execution.workspace);
+  const Output<Element> output(args.out, problem, problem.query_length, problem.num_query_heads);
 
   parallel_for(key_heads * key_tiles, execution.num_threads, [&](int64_t index, int) {
     const int64_t head_idx = index / key_tiles;
@@ -325,8 +329,8 @@ void forward_all(const Problem& problem, const ForwardArgs& args, const Executio
   parallel_for(heads * blocks, execution.num_threads, [&](int64_t index, int thread) {
     Carver carver(workspace.scratch + workspace.scratch_bytes * thread);
     const Scratch<Compute> scratch(carver, problem, record);
-    Block<Element>(problem, args, mask, index / blocks, blocks - 1 - index % blocks, workspace,
-                   scratch)
+    Block<Element>(problem, args, output, mask, index / blocks, blocks - 1 - index % blocks,
+                   workspace, scratch)
         .run();
   });
 }
