@@ -54,7 +54,11 @@ def _mappable(tensor: Tensor) -> Tensor:
 
 def _is_elsewhere(tensor: Tensor) -> bool:
     """Tell whether the tensor is on a GPU that is not the current one."""
-    return not tensor.is_cpu and tensor.get_device() != torch.cuda.current_device()
+    return not tensor.is_cpu and tensor.get_device() != torch._C._cuda_getDevice()
+
+
+# From torch 2.10 on, the library itself reaches torch's allocator.
+_library_allocates = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 def _scratch(size: int, like: Tensor) -> Tensor:
@@ -109,7 +113,8 @@ def attention(
         value = value if value.is_contiguous() else _rows(value)
     else:
         query, key, value = _mappable(query), _mappable(key), _mappable(value)
-        scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)
+        if not _library_allocates:
+            scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)
     _library.forward(
         query,
         key,
@@ -203,7 +208,8 @@ def backward(
     else:
         grad_out, out = _mappable(grad_out), _mappable(out)
         query, key, value = _mappable(query), _mappable(key), _mappable(value)
-        scratch = _scratch(_library.backward_scratch_bytes(query, key), query)
+        if not _library_allocates:
+            scratch = _scratch(_library.backward_scratch_bytes(query, key), query)
     _library.backward(
         grad_out,
         query,

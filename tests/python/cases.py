@@ -265,3 +265,21 @@ STATS = SPARSE + [
 
 def ids(cases: list[Case]) -> list[str]:
     return [case.id for case in cases]
+
+
+HOPPER_DTYPES = [torch.bfloat16, torch.float16]
+HOPPER_HEAD_DIMS = [64, 128]
+
+
+def on_hopper(cases: list[Case]) -> list[Case]:
+    """The same cases in the dtypes and head dims that the CUDA backend serves, without repeats."""
+    narrow = {torch.float32: torch.bfloat16, torch.float64: torch.float16}
+    served = [
+        dataclasses.replace(
+            case,
+            dtype=narrow.get(case.dtype, case.dtype),
+            head_dim=64 if case.head_dim <= 64 else 128,
+        )
+        for case in cases
+    ]
+    return list({case.id: case for case in served}.values())

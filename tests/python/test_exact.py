@@ -7,10 +7,10 @@ import comparer
 import hypothesis
 import oracle
 import pytest
+import strategies
 import torch
 from back_lite import attention, ops
 from cases import Case
-from hypothesis import strategies as st
 from torch import Tensor
 
 
@@ -86,30 +86,8 @@ def test_gradcheck_across_tiles(device: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@st.composite
-def small_cases(draw: st.DrawFn) -> tuple[Case, float]:
-    """Any small problem: empty ones, odd ones, with and without skipping."""
-    num_key_heads = draw(st.integers(1, 3))
-    window = st.one_of(st.just(-1), st.integers(0, 150))
-    case = Case(
-        batch=draw(st.integers(0, 2)),
-        query_length=draw(st.integers(0, 150)),
-        key_length=draw(st.integers(0, 280)),
-        head_dim=8 * draw(st.integers(1, 9)),
-        num_heads=num_key_heads * draw(st.integers(1, 3)),
-        num_key_heads=num_key_heads,
-        dtype=draw(st.sampled_from(cases.DTYPES)),
-        causal=draw(st.booleans()),
-        window_size=(draw(window), draw(window)),
-        scale=draw(st.one_of(st.none(), st.floats(-0.5, 0.5, width=16))),
-        lse_grad=draw(st.booleans()),
-        topics=draw(st.booleans()),
-    )
-    return case, draw(st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 0.99]))
-
-
 @hypothesis.settings(max_examples=300)
-@hypothesis.given(small_cases())
+@hypothesis.given(strategies.small_problems())
 def test_any_small_problem(problem: tuple[Case, float]) -> None:
     case, negl_prob = problem
     inputs = case.inputs()
