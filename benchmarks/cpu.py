@@ -10,27 +10,23 @@ too. torch gets (B, H, S, D) in memory, ours (B, S, H, D): each the order that i
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from back_lite import attention, mask_tiles, ops, pack_tiles, reference
 from machine import describe
-from timing import Timing, alternate, median_ratio
+from rows import HEADER, Row, faster_row, mean_row, slower_row, verdict, write_json
+from tiles import MODEL_LAYERS, model_tiles, random_tiles
+from timing import Timing, alternate
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS = 8
-MASKS = Path(__file__).parent / "data" / "lm_8k_causal.npz"
 MAX_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -62,76 +58,6 @@ def cases(dtype: torch.dtype = torch.float32) -> Iterator[Case]:
         for head_dim in (64, 128):
             for causal in (False, True):
                 yield Case(length, head_dim, causal, dtype)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison, or the mean of some."""
-
-    group: str
-    case: str
-    other: str  # what ours is compared with
-    ratio: float
-    faster: bool  # the ratio says how many times faster ours is; if not, how many times slower
-    bar: float | None  # bounds the ratio from below if `faster`, from above if not
-    ours: Timing | None = None
-    theirs: Timing | None = None
-
-    @property
-    def passed(self) -> bool | None:
-        if self.bar is None:
-            return None
-        return self.ratio >= self.bar if self.faster else self.ratio <= self.bar
-
-    def __str__(self) -> str:
-        ours, theirs = (
-            "" if timing is None else f"{1e3 * timing.median:.2f} +-{timing.spread / 2:4.0%}"
-            for timing in (self.ours, self.theirs)
-        )
-        bar = "" if self.bar is None else f"{'>=' if self.faster else '<='} {self.bar:.3f}"
-        verdict = {True: "pass", False: "MISS", None: ""}[self.passed]
-        return TABLE.format(
-            self.group, self.case, self.other, ours, theirs, f"{self.ratio:.3f}", bar, verdict
-        )
-
-    def as_json(self) -> dict[str, object]:
-        content: dict[str, object] = {
-            "group": self.group,
-            "case": self.case,
-            "other": self.other,
-            "ratio": self.ratio,
-            "ratio_is": "other / ours" if self.faster else "ours / other",
-            "bar": self.bar,
-            "passed": self.passed,
-        }
-        for name, timing in (("ours", self.ours), ("other", self.theirs)):
-            if timing is not None:
-                content[f"{name}_ms"] = 1e3 * timing.median
-                content[f"{name}_spread"] = timing.spread
-                content[f"{name}_rounds"] = len(timing.seconds)
-        return content
-
-
-TABLE = "{:<10} {:<33} {:<14} {:>16} {:>16} {:>7} {:>9} {}"
-HEADER = TABLE.format(
-    "group", "case", "against", "ours, ms", "other, ms", "ratio", "bar", "(+-: half the middle 50%)"
-)
-
-
-def faster_row(
-    group: str, case: str, other: str, times: tuple[Timing, Timing], bar: float | None
-) -> Row:
-    """times: ours, theirs."""
-    return Row(group, case, other, median_ratio(times[1], times[0]), True, bar, *times)
-
-
-def slower_row(group: str, case: str, other: str, times: tuple[Timing, Timing], bar: float) -> Row:
-    """times: ours, theirs."""
-    return Row(group, case, other, median_ratio(times[0], times[1]), False, bar, *times)
-
-
-def mean_row(group: str, case: str, ratios: list[float], bar: float) -> Row:
-    return Row(group, case, "torch", statistics.geometric_mean(ratios), True, bar)
 
 
 def check(name: str, actual: Tensor, expected: Tensor, limit: float) -> None:
@@ -194,7 +120,7 @@ def against_torch(group: str, measure: Callable[[Case], tuple[Timing, Timing]]) 
         result = faster_row(group, str(case), "torch", measure(case), bar=0.85)
         ratios.append(result.ratio)
         yield result
-    yield mean_row(group, "geometric mean", ratios, bar=1.0)
+    yield mean_row(group, "geometric mean", "torch", ratios, bar=1.0)
 
 
 def bench_forward() -> Iterator[Row]:
@@ -212,8 +138,8 @@ def bench_bfloat16() -> Iterator[Row]:
             result = faster_row("bfloat16", f"{case} {name}", "torch", measure(case), bar=None)
             ratios.append(result.ratio)
             yield result
-        yield mean_row("bfloat16", f"{case} mean of both", ratios[-2:], bar=0.8)
-    yield mean_row("bfloat16", "geometric mean of all", ratios, bar=0.8)
+        yield mean_row("bfloat16", f"{case} mean of both", "torch", ratios[-2:], bar=0.8)
+    yield mean_row("bfloat16", "geometric mean of all", "torch", ratios, bar=0.8)
 
 
 # ------------------------------------------------------------------------ sparse against dense
@@ -253,15 +179,6 @@ def allowed_tiles(case: Case) -> Tensor:
     return tiles.expand(1, HEADS, *tiles.shape)
 
 
-def random_tiles(allowed: Tensor, density: float) -> Tensor:
-    """The same number of live tiles in every head, anywhere that the mask allows."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, 2.0).flatten(2)
-    count = round(density * allowed[0, 0].sum().item())
-    threshold = order.kthvalue(count, dim=-1, keepdim=True).values
-    return (order <= threshold).view(allowed.shape)
-
-
 def bench_random() -> Iterator[Row]:
     for case in cases():
         allowed = allowed_tiles(case)
@@ -274,14 +191,9 @@ def bench_random() -> Iterator[Row]:
 
 
 def bench_masks() -> Iterator[Row]:
-    packed = np.load(MASKS)
     for head_dim in (64, 128):
         case = Case(8192, head_dim, causal=True)
-        choices = {}
-        for layer in (3, 9):
-            heads = [packed[f"l{layer}h{h}p0.05"] for h in range(HEADS)]
-            tiles = np.unpackbits(np.stack(heads), axis=-1, bitorder="little")
-            choices[f"layer {layer}"] = torch.from_numpy(tiles)[None].bool()
+        choices = {f"layer {layer}": model_tiles(layer) for layer in MODEL_LAYERS}
         times = time_sparse(case, choices)
         for name, live in choices.items():
             density = (live.sum() / allowed_tiles(case).sum()).item()
@@ -352,20 +264,9 @@ def main() -> None:
         for result in GROUPS[group]():
             rows.append(result)
             print(result, flush=True)
-    missed = sum(result.passed is False for result in rows)
-    judged = sum(result.passed is not None for result in rows)
     seconds = time.perf_counter() - start
-    print(f"{judged - missed} of {judged} bars passed, in {seconds:.0f} s")
-
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "command": shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
-        **described,
-        "load_average": load,
-        "seconds": seconds,
-        "rows": [result.as_json() for result in rows],
-    }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{verdict(rows)}, in {seconds:.0f} s")
+    write_json(args.out, rows, {**described, "load_average": load, "seconds": seconds})
 
 
 if __name__ == "__main__":
