@@ -3,6 +3,7 @@
 //   forward_probe check           O, LSE and tile statistics against float64, over odd shapes
 //   forward_probe time            TFLOP/s over the shapes of docs/hopper-forward.md
 //   forward_probe time D [S C]    only head dim D, or one shape: sequence length, causal (0 or 1)
+//   forward_probe other [D]       windows, grouped heads, few items, odd lengths
 //   forward_probe repeat          200 launches, bitwise equal
 //   forward_probe once            a few small launches, for compute-sanitizer
 //
@@ -354,6 +355,9 @@ const Case kCases[] = {
     {"64 gqa causal", 2, 8, 2, 300, 300, 64, true},
     {"64 window 300,40", 1, 2, 2, 1000, 900, 64, false, 300, 40},
     {"64 fp16 x10", 1, 2, 2, 512, 512, 64, true, -1, -1, DType::kFloat16, 10.0f},
+    {"64 in blocks of 192", 1, 22, 11, 1150, 1150, 64, true},
+    {"64 in blocks of 192, fp16", 1, 22, 22, 1150, 1150, 64, false, 300, 40, DType::kFloat16},
+    {"64 in blocks of 192, ragged", 1, 100, 100, 190, 700, 64},
     {"64 long causal", 1, 4, 4, 8192, 8192, 64, true, -1, -1, DType::kBFloat16, 2.0f, 1.0, 0, 2048},
     {"empty batch", 0, 2, 2, 100, 100, 128},
     {"no queries", 1, 2, 2, 0, 100, 128},
@@ -420,6 +424,21 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
+  if (mode == "other") {  // windows, grouped heads, few items, odd lengths
+    for (const int64_t head_dim : {128, 64}) {
+      if (argc == 3 && std::atoll(argv[2]) != head_dim) continue;
+      for (const int64_t length : {8192, 32768}) {
+        time_case(head_dim, length, true);
+        time_case(head_dim, length, true, 1024);
+      }
+      time_case(head_dim, 8192, true, -1, 4);
+      time_case(head_dim, 8192, true, -1, 1, 8192, 64);
+      time_case(head_dim, 8192, true, -1, 8, 8192, 64);
+      for (const int64_t length : {1024, 1000, 8192, 8191}) time_case(head_dim, length, false);
+      time_case(head_dim, 4096, false, -1, 1, 4096, 8);
+    }
+    return 0;
+  }
   if (argc >= 5) {  // time D S causal
     time_case(std::atoll(argv[2]), std::atoll(argv[3]), std::atoi(argv[4]) != 0);
     return 0;
@@ -429,12 +448,6 @@ int main(int argc, char** argv) {
     for (const int64_t length : {2048, 8192, 16384, 32768}) {
       for (const bool causal : {false, true}) time_case(head_dim, length, causal);
     }
-  }
-  if (argc == 3) return 0;
-  for (const int64_t head_dim : {128, 64}) {
-    time_case(head_dim, 8192, true, 1024);
-    time_case(head_dim, 8192, true, -1, 4);
-    time_case(head_dim, 4096, false, -1, 1, 4096, 8);
   }
   return 0;
 }

@@ -46,6 +46,17 @@ inline constexpr ForwardConfig kD64{.head_dim = 64,
                                     .consumer_registers = 160,
                                     .producer_registers = 32};
 
+// The same for few items: blocks of 128 rows, where blocks of 192 would leave multiprocessors idle
+// in the last round (shorter_blocks_pay in launch_sm90.cpp).
+inline constexpr ForwardConfig kD64Pair{.head_dim = 64,
+                                        .num_consumers = 2,
+                                        .block_keys = 128,
+                                        .key_stages = 4,
+                                        .value_stages = 3,
+                                        .early_scores = 48,
+                                        .consumer_registers = 240,
+                                        .producer_registers = 24};
+
 // With statistics the producer's warpgroup also reduces them, which needs a few registers more.
 constexpr ForwardConfig with_statistics(ForwardConfig config) {
   if (config.num_consumers == 2) {
@@ -69,6 +80,12 @@ struct D64 {
 struct D64Statistics {
   static constexpr ForwardConfig kConfig = with_statistics(kD64);
 };
+struct D64Pair {
+  static constexpr ForwardConfig kConfig = kD64Pair;
+};
+struct D64PairStatistics {
+  static constexpr ForwardConfig kConfig = with_statistics(kD64Pair);
+};
 
 // setmaxnreg moves registers in units of 8 within the block's share of the register file.
 constexpr bool fits_register_file(const ForwardConfig& config) {
@@ -81,5 +98,6 @@ constexpr bool fits_register_file(const ForwardConfig& config) {
 
 static_assert(fits_register_file(kD128) && fits_register_file(with_statistics(kD128)));
 static_assert(fits_register_file(kD64) && fits_register_file(with_statistics(kD64)));
+static_assert(fits_register_file(kD64Pair) && fits_register_file(with_statistics(kD64Pair)));
 
 }  // namespace backlite::forward_sm90

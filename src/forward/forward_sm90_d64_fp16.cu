@@ -4,7 +4,7 @@
 namespace backlite::forward_sm90 {
 
 cudaError_t launch_d64_fp16(const ForwardParams& params, int num_blocks, cudaStream_t stream) {
-  return launch_instance<D64, sm90::Float16, false>(params, num_blocks, stream);
+  return launch_d64<sm90::Float16, false>(params, num_blocks, stream);
 }
 
 }  // namespace backlite::forward_sm90

@@ -16,8 +16,25 @@
 namespace backlite::forward_sm90 {
 namespace {
 
-ForwardConfig config_of(const Problem& problem, bool record) {
-  const ForwardConfig config = problem.head_dim == 128 ? kD128 : kD64;
+int64_t num_items(const Problem& problem, const ForwardConfig& config) {
+  return problem.batch * problem.num_query_heads *
+         ceil_div(problem.query_length, config.block_rows());
+}
+
+// Items are about equally long and are worked off in rounds, so the time goes with rounds * rows. A
+// row of a shorter block costs up to a tenth more.
+bool shorter_blocks_pay(const Problem& problem, int num_multiprocessors) {
+  const auto rows_in_turn = [&](const ForwardConfig& config) {
+    return static_cast<double>(ceil_div(num_items(problem, config), num_multiprocessors)) *
+           config.block_rows();
+  };
+  constexpr double kShorterCost = 1.1;
+  return rows_in_turn(kD64Pair) * kShorterCost < rows_in_turn(kD64);
+}
+
+ForwardConfig config_of(const Problem& problem, bool record, int num_multiprocessors) {
+  const bool shorter = problem.head_dim == 64 && shorter_blocks_pay(problem, num_multiprocessors);
+  const ForwardConfig config = problem.head_dim == 128 ? kD128 : shorter ? kD64Pair : kD64;
   return record ? with_statistics(config) : config;
 }
 
@@ -29,11 +46,6 @@ Launcher* launcher_of(const Problem& problem, bool record) {
   }
   if (bf16) return record ? launch_d64_bf16_stats : launch_d64_bf16;
   return record ? launch_d64_fp16_stats : launch_d64_fp16;
-}
-
-int64_t num_items(const Problem& problem, const ForwardConfig& config) {
-  return problem.batch * problem.num_query_heads *
-         ceil_div(problem.query_length, config.block_rows());
 }
 
 struct Workspace {
@@ -72,7 +84,8 @@ std::string why_not_supported(const Problem& problem) {
   if (problem.query_length > kMaxLength || problem.key_length > kMaxLength) {
     return "the Hopper forward takes lengths up to 2^30";
   }
-  if (num_items(problem, config_of(problem, false)) > std::numeric_limits<int>::max() / 2) {
+  if (num_items(problem, problem.head_dim == 128 ? kD128 : kD64Pair) >
+      std::numeric_limits<int>::max() / 2) {
     return "batch * num_query_heads * query_length is too large for the Hopper forward";
   }
   return {};
@@ -91,16 +104,17 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
 
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
   Carver counter(nullptr);
-  Workspace(counter, problem, config_of(problem, record_tile_stats), record_tile_stats,
-            device_attribute(cudaDevAttrMultiProcessorCount));
+  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  Workspace(counter, problem, config_of(problem, record_tile_stats, num_multiprocessors),
+            record_tile_stats, num_multiprocessors);
   return counter.bytes();
 }
 
 void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution) {
   if (is_empty(problem)) return;
   const bool record = args.tile_stats != nullptr;
-  const ForwardConfig config = config_of(problem, record);
   const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const ForwardConfig config = config_of(problem, record, num_multiprocessors);
   const int l2_bytes = device_attribute(cudaDevAttrL2CacheSize);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
 
@@ -142,6 +156,7 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.lse = static_cast<float*>(args.lse);
   params.tile_stats = args.tile_stats;
   params.row_masses = workspace.row_masses;
+  params.block_rows = config.block_rows();
   params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
   params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
 

@@ -16,7 +16,7 @@ std::string why_not_supported(const Problem& problem);
 std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
 
 // 64 bytes; with statistics and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 512 bytes
-// (768 at head dim 64) more.
+// more (768 at head dim 64, unless items are so few that it is worked off in blocks of 128 rows).
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
 
 // Launches on the stream of `execution`: one memset of 4 bytes and one kernel.

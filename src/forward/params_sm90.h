@@ -55,6 +55,7 @@ struct ForwardParams {
   float* lse;            // [B, H, Sq]
   float* tile_stats;     // [B, H, Tm, Tn], or nullptr without statistics
   uint32_t* row_masses;  // [grid][2][consumers][Tn][32]: see tile_stats_sm90.cuh
+  int block_rows;        // query rows of an item: which of the compiled forms
   int num_query_tiles;   // Tm
   int num_key_tiles;     // Tn
 };

@@ -43,27 +43,33 @@ struct Rows {
   bool has_begun = false;                       // all rows of the warp have a reference
 };
 
-// Entries that the mask hides become minus infinity.
+// Entries that the mask hides become minus infinity. A thread's 32 elements of a row are bits of a
+// word, cut at the row's two bounds: one select an element is left, on predicates that are set by
+// the eight.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Mask& mask,
                                             int row_begin, int key_begin, float sign, int thread) {
+  static_assert(kKeys == 128, "A thread's elements of a row are the bits of a word");
+  if (sign < 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) scores[i] = -scores[i];
+  }
+  const int first_column = sm90::fragment_column(thread, 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Range keys = mask.keys_of_row(row_begin + sm90::fragment_row(thread, 2 * half));
-    const auto in_tile = [&](int64_t key) {
-      const int64_t column = key - key_begin;
-      return static_cast<int>(column < 0 ? 0 : column > kKeys ? kKeys : column);
+    // Bits of the elements before a key: of every eight columns the thread holds two.
+    const auto before = [&](int64_t key) {
+      const int64_t column = key - key_begin - first_column;
+      const int columns = static_cast<int>(column < 0 ? 0 : column > kKeys ? kKeys : column);
+      const int count = columns / 8 * 2 + (columns % 8 < 2 ? columns % 8 : 2);
+      return count < 32 ? (1u << count) - 1 : ~0u;
     };
-    const int begin = in_tile(keys.begin);
-    const int end = in_tile(keys.end);
-    const uint32_t num_visible = end > begin ? end - begin : 0;
-    const int column = sm90::fragment_column(thread, 0) - begin;
+    const uint32_t visible = before(keys.end) & ~before(keys.begin);
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) {
       const int element = 4 * (i / 2) + 2 * half + i % 2;
-      const bool sees =
-          static_cast<uint32_t>(column + sm90::fragment_column(0, element)) < num_visible;
-      scores[element] = sees ? scores[element] * sign : kMinusInf;
+      if ((visible & 1u << i) == 0) scores[element] = kMinusInf;
     }
   }
 }
