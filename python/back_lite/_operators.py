@@ -193,6 +193,34 @@ def _attention_autograd(
 _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
 
+def _is_seen_by_autograd_alone(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (
+        type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def call_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Sequence[Tensor]:
+    """Do what the operator does, without the dispatcher where that makes no difference.
+
+    It takes a third of the host time of a call on a GPU (13 of 40 us).
+    """
+    if is_compiling() or not _is_seen_by_autograd_alone(query, key, value):
+        return cast(Sequence[Tensor], attention(query, key, value, *options))
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        return cast(Sequence[Tensor], _apply_attention(query, key, value, None, options))
+    return _kernels.attention(query, key, value, *options)
+
+
 class _Backward(_SingleLevelFunction):
     """The first derivative, as a node whose own backward explains that there is none."""
 

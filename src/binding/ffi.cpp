@@ -204,8 +204,8 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
   });
 }
 
-// How many bytes of scratch forward() needs on CUDA if it is given any: with statistics for the caller (`record`),
-// for the selection alone (`selects`), or without.
+// How many bytes of scratch forward() needs on CUDA if it is given any: with statistics for the
+// caller (`record`), for the selection alone (`selects`), or without.
 int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});
