@@ -1,0 +1,261 @@
+"""Measures the Hopper backward, dense and sparse, against cuDNN and, where it is there, FA4.
+
+    python benchmarks/backward.py [--only dense,random,masks,sink,window,overheads,pair]
+
+Everything compared runs in one process, in turns, on random bfloat16 data; times are the device's
+and hold the schedule. R = time / (live share * cuDNN's dense time): 1.0 is live work at cuDNN's
+rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from back_lite import mask_tiles, ops, pack_tiles, reference
+from gpu import PEERS, Case, check, dense_cases, in_turns, run
+from rows import Row, faster_row, mean_row, slower_row
+from tiles import MODEL_HEADS, MODEL_LAYERS, model_tiles, random_tiles
+from timing import Timing
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+MEAN_BARS = {64: 1.15, 128: 1.08}
+# Of R, at head dim 128; at 64 they are 20% higher.
+RANDOM_BARS = {
+    (2048, 0.1): 1.7,
+    (8192, 0.1): 1.15,
+    (32768, 0.1): 0.98,
+    (8192, 0.05): 1.35,
+    (32768, 0.05): 1.08,
+}
+MASK_BARS = {4: 1.05, 1: 1.15}  # of R, by batch
+
+
+class Problem:
+    """Tensors of a case, its forward, and its backward by each of those compared."""
+
+    def __init__(self, case: Case, window: int = -1) -> None:
+        self.case = case
+        self.mask = {"causal": case.causal, "window_size": (window, -1)}
+        *self.inputs, self.grad_out = case.random(gradient=True)
+        self.out, self.lse, _ = ops.forward(*self.inputs, **self.mask)
+
+    def ours(self, bits: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.backward(self.grad_out, *self.inputs, self.out, self.lse, bits, **self.mask)
+
+    def peer(self, name: str) -> Callable[[], tuple[Tensor, ...]]:
+        leaves = [t.detach().requires_grad_() for t in self.inputs]
+        out = PEERS[name](*leaves, self.case.causal)
+        return lambda: torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
+
+    def allowed(self) -> Tensor:
+        tiles = mask_tiles(self.case.length, self.case.length, causal=self.case.causal)
+        return tiles.expand(self.case.num_batches, self.case.num_heads, *tiles.shape)
+
+    def check_last_head(self, name: str, live: Tensor, bits: Tensor) -> None:
+        alone = [t[-1:, :, -1:] for t in (self.grad_out, *self.inputs)]
+        expected = reference.backward(*alone, live=live[-1:, -1:].cuda(), causal=self.case.causal)
+        for gradient, actual, truth in zip(
+            ("dQ", "dK", "dV"), self.ours(bits), expected, strict=True
+        ):
+            check(f"{gradient}, {name}, {self.case}", actual, truth)
+
+
+def r_row(
+    group: str, case: str, density: float, sparse: Timing, dense: Timing, bar: float | None
+) -> Row:
+    """R against cuDNN's dense backward."""
+    ratio = sparse.median / (density * dense.median)
+    return Row(group, case, "R (cuDNN)", ratio, False, bar, sparse, dense)
+
+
+def bench_dense() -> Iterator[Row]:
+    for head_dim in (128, 64):
+        ratios: dict[str, list[float]] = {name: [] for name in PEERS}
+        for case in dense_cases(head_dim):
+            problem = Problem(case)
+            functions: dict[str, Callable[[], object]] = {"ours": problem.ours}
+            for name in PEERS:
+                functions[name] = peer = problem.peer(name)
+                for gradient, a, b in zip(("dQ", "dK", "dV"), problem.ours(), peer(), strict=True):
+                    check(f"{gradient} of {name}, {case}", a, b)
+            times = in_turns(functions)
+            for name in PEERS:
+                bar = 1.0 if name == "cuDNN" else None
+                row = faster_row("dense", str(case), name, (times["ours"], times[name]), bar)
+                ratios[name].append(row.ratio)
+                yield row
+        for name, values in ratios.items():
+            bar = MEAN_BARS[head_dim] if name == "cuDNN" else None
+            yield mean_row("dense", f"D={head_dim} geometric mean", name, values, bar)
+
+
+def bench_random() -> Iterator[Row]:
+    for head_dim in (128, 64):
+        for length in (2048, 8192, 32768):
+            case = Case(length, head_dim)
+            problem = Problem(case)
+            allowed = problem.allowed()
+            choices = {d: random_tiles(allowed, d) for d in (0.5, 0.25, 0.1, 0.05)}
+            bits = {1.0: pack_tiles(allowed.cuda())}
+            for density, live in choices.items():
+                bits[density] = pack_tiles(live.cuda())
+                if length <= 8192:
+                    problem.check_last_head(f"{density:.0%} live", live, bits[density])
+            functions: dict[str, Callable[[], object]] = {
+                "cuDNN": problem.peer("cuDNN"),
+                "dense": problem.ours,
+            }
+            for density, words in bits.items():
+                functions[f"{density:.0%}"] = partial(problem.ours, words)
+            times = in_turns(functions)
+            pair = times["100%"], times["dense"]
+            yield slower_row("random", f"{case} 100% as bits", "our dense", pair, 1.02)
+            for density in choices:
+                bar = RANDOM_BARS.get((length, density))
+                if bar is not None and head_dim == 64:
+                    bar *= 1.2
+                label = f"{case} {density:.0%} live"
+                yield r_row("random", label, density, times[f"{density:.0%}"], times["cuDNN"], bar)
+
+
+def bench_masks() -> Iterator[Row]:
+    for batch, bar in MASK_BARS.items():
+        case = Case(8192, 128, causal=True, batch=batch, heads=MODEL_HEADS)
+        problem = Problem(case)
+        num_allowed = int(problem.allowed().sum())
+        functions: dict[str, Callable[[], object]] = {"cuDNN": problem.peer("cuDNN")}
+        densities = {}
+        for layer in MODEL_LAYERS:
+            live = model_tiles(layer).expand(batch, -1, -1, -1)
+            words = pack_tiles(live.cuda())
+            problem.check_last_head(f"layer {layer}", live, words)
+            densities[layer] = int(live.sum()) / num_allowed
+            functions[f"layer {layer}"] = partial(problem.ours, words)
+        times = in_turns(functions, rounds=100)
+        for layer, density in densities.items():
+            label = f"{case} layer {layer} {density:.0%} live"
+            yield r_row("masks", label, density, times[f"layer {layer}"], times["cuDNN"], bar)
+
+
+def bench_sink() -> Iterator[Row]:
+    """One column that every query tile visits, against as many live tiles anywhere."""
+    problem = Problem(Case(8192, 128, batch=1, heads=8))
+    allowed = problem.allowed()
+    live = random_tiles(allowed, 0.05)
+    live[..., 0] = True
+    even = random_tiles(allowed, int(live[0, 0].sum()) / int(allowed[0, 0].sum()))
+    words = {"sink": pack_tiles(live.cuda()), "even": pack_tiles(even.cuda())}
+    times = in_turns(
+        {name: partial(problem.ours, bits) for name, bits in words.items()}, rounds=100
+    )
+    pair = times["sink"], times["even"]
+    yield slower_row("sink", f"{problem.case} one dense column", "spread evenly", pair, 1.15)
+
+
+def bench_window() -> Iterator[Row]:
+    """Against causal; the bar is the share of the tiles that causal visits, and 25%."""
+    for head_dim in (128, 64):
+        case = Case(8192, head_dim, causal=True)
+        tiles = [
+            int(mask_tiles(8192, 8192, causal=True, window_size=(left, -1)).sum())
+            for left in (1024, -1)
+        ]
+        problems = {"window": Problem(case, window=1024), "causal": Problem(case)}
+        times = in_turns({name: problem.ours for name, problem in problems.items()})
+        pair = times["window"], times["causal"]
+        bar = 1.25 * tiles[0] / tiles[1]
+        yield slower_row("window", f"{case} window 1024", "causal", pair, bar)
+
+
+def kernel_seconds(function: Callable[[], object], names: tuple[str, ...]) -> dict[str, Timing]:
+    """Times on the device of the kernels whose names hold one of these."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(50):
+            function()
+        torch.cuda.synchronize()
+    return {
+        name: Timing([e.device_time * 1e-6 for e in recorded.events() if name in e.name])
+        for name in names
+    }
+
+
+def time_overheads(problem: Problem) -> dict[str, Timing]:
+    """Select and schedule, from the profiler, and the dense backward."""
+    length = problem.case.length
+    options = {"query_length": length, "key_length": length, "causal": problem.case.causal}
+    stats = ops.forward(*problem.inputs, **problem.mask, record=True)[2]
+    assert stats is not None
+    select = partial(ops.select, stats, 0.05, **options)
+    bits = select()
+    parts = kernel_seconds(partial(problem.ours, bits), ("count_kernel", "plan_kernel"))
+    both = zip(*(timing.seconds for timing in parts.values()), strict=True)
+    return {
+        **in_turns({"dense": problem.ours}),
+        "select": kernel_seconds(select, ("select_kernel",))["select_kernel"],
+        "schedule": Timing([count + plan for count, plan in both]),
+    }
+
+
+def bench_overheads() -> Iterator[Row]:
+    """Each within 1% of the dense backward of a large problem; together within 15 us of a small."""
+    case = Case(8192, 128, causal=True, batch=4, heads=16)
+    times = time_overheads(Problem(case))
+    for name in ("select", "schedule"):
+        ratio = times[name].median / times["dense"].median
+        yield Row(
+            "overheads", f"{case} {name}", "dense", ratio, False, 0.01, times[name], times["dense"]
+        )
+    case = Case(8192, 128, causal=True, batch=1, heads=8)
+    times = time_overheads(Problem(case))
+    total = 0.0
+    for name in ("select", "schedule"):
+        ratio = times[name].median / 15e-6
+        total += ratio
+        yield Row("overheads", f"{case} {name}", "15 us", ratio, False, None, times[name])
+    yield Row("overheads", f"{case} both", "15 us", total, False, 1.0)
+
+
+def bench_pair() -> Iterator[Row]:
+    """Forward and backward at 10% live against a dense pair; the bar is for FA4's."""
+    case = Case(32768, 128)
+    problem = Problem(case)
+    bits = pack_tiles(random_tiles(problem.allowed(), 0.1).cuda())
+
+    def ours() -> object:
+        ops.forward(*problem.inputs, record=True)
+        return problem.ours(bits)
+
+    functions: dict[str, Callable[[], object]] = {"ours": ours}
+    for name, peer in PEERS.items():
+        backward = problem.peer(name)
+
+        def both(peer=peer, backward=backward) -> object:
+            with torch.no_grad():
+                peer(*problem.inputs, case.causal)
+            return backward()
+
+        functions[name] = both
+    times = in_turns(functions)
+    for name in PEERS:
+        bar = 2.6 if name == "FA4" else None
+        yield faster_row("pair", f"{case} 10% live", name, (times["ours"], times[name]), bar)
+
+
+GROUPS = {
+    "dense": bench_dense,
+    "random": bench_random,
+    "masks": bench_masks,
+    "sink": bench_sink,
+    "window": bench_window,
+    "overheads": bench_overheads,
+    "pair": bench_pair,
+}
+
+if __name__ == "__main__":
+    run("Measures the Hopper backward.", "backward", GROUPS)
