@@ -1,6 +1,6 @@
 """Measures the CPU backend against torch's attention, and the sparse backward against the dense.
 
-    python benchmarks/cpu.py [--only forward,backward,bfloat16,random,masks,recording]
+    python benchmarks/cpu.py [--only forward,backward,bfloat16,random,masks,recording,host]
 
 Everything compared runs in one process, in turns (ours, torch, ours, torch, ...); a ratio is the
 median over the turns. Data is random. Results are checked before they are timed, which warms up,
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from back_lite import attention, mask_tiles, ops, pack_tiles, reference
+from back_lite import BackLite, attention, mask_tiles, ops, pack_tiles, reference
 from machine import describe
 from rows import HEADER, Row, faster_row, mean_row, slower_row, verdict, write_json
 from tiles import MODEL_LAYERS, model_tiles, random_tiles
@@ -230,6 +230,26 @@ def bench_recording() -> Iterator[Row]:
         yield slower_row("recording", str(case), "plain forward", time_recording(case), bar=1.03)
 
 
+# ------------------------------------------------------------------------------------ per call
+
+
+def bench_host() -> Iterator[Row]:
+    """What a call costs beside its work: a problem of a few numbers, with gradients."""
+    inputs = [torch.randn(1, 16, 1, 8, requires_grad=True) for _ in range(3)]
+    calls, limit = 200, 25e-6
+    modules = {"exact": BackLite(0.0), "sparse": BackLite(0.05)}
+
+    def many(module: BackLite) -> None:
+        for _ in range(calls):
+            module(*inputs)
+
+    functions = {name: partial(many, module) for name, module in modules.items()}
+    times = alternate(functions, rounds=41, warmup=5)
+    for name, timing in times.items():
+        a_call = Timing([seconds / calls for seconds in timing.seconds])
+        yield Row("host", f"{name} S=16 D=8", "25 us", a_call.median / limit, False, 1.0, a_call)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "forward": bench_forward,
     "backward": bench_backward,
@@ -237,6 +257,7 @@ GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
     "random": bench_random,
     "masks": bench_masks,
     "recording": bench_recording,
+    "host": bench_host,
 }
 
 

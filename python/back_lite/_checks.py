@@ -25,8 +25,11 @@ _NOT_DETERMINISTIC = (
 _WIDEST_WINDOW = 2**40
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.Size, torch.Size]:
     """Check query ``(B, Sq, H, D)`` and key and value ``(B, Sk, Hk, D)`` against each other.
+
+    Returns:
+        query's and key's shape.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported, or dtypes that differ.
@@ -59,7 +62,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
             and ((query.is_cpu and key.is_cpu and value.is_cpu) or _suit_cuda(query, key, value))
             and query.layout == key.layout == value.layout == torch.strided
         ):
-            return
+            return shape, key_shape
     raise _refusal(query, key, value)
 
 

@@ -80,7 +80,7 @@ _apply_attention: Callable[..., Any] = _Attention.apply
 _apply_backward: Callable[..., Any] = _Backward.apply
 
 
-def _attention(*arguments: Any) -> Sequence[Tensor]:
+def _call_attention(needs_grad: bool, *arguments: Any) -> Sequence[Tensor]:
     return cast(tuple[Tensor, ...], _apply_attention(*arguments))
 
 
@@ -90,4 +90,4 @@ def backward(*arguments: Any) -> Gradients:
 
 
 # A graph break under torch.compile, in place of an attempt and a page of warnings.
-attention: Callable[..., Sequence[Tensor]] = torch.compiler.disable(_attention)
+call_attention: Callable[..., Sequence[Tensor]] = torch.compiler.disable(_call_attention)

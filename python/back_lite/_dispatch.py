@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING or hasattr(torch.library, "register_fake"):
-    from ._operators import autocast_dtype, backward, is_compiling, select
-    from ._operators import call_attention as attention
+    from ._operators import autocast_dtype, backward, call_attention, is_compiling, select
 else:
-    from ._compat import attention, autocast_dtype, backward, is_compiling, select
+    from ._compat import autocast_dtype, backward, call_attention, is_compiling, select
 
-__all__ = ["attention", "autocast_dtype", "backward", "is_compiling", "select"]
+__all__ = ["autocast_dtype", "backward", "call_attention", "is_compiling", "select"]

@@ -11,9 +11,12 @@ from .tiles import grid_shape, tile_bits_shape, words_per_head
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+_FLOAT32, _FLOAT64, _INT32 = torch.float32, torch.float64, torch.int32
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64 (a float32 LSE would cap its gradients at 1e-7), else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return _FLOAT64 if dtype is _FLOAT64 else _FLOAT32
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -53,8 +56,8 @@ def _mappable(tensor: Tensor) -> Tensor:
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
-    """Tell whether the tensor is on a GPU that is not the current one."""
-    return not tensor.is_cpu and tensor.get_device() != torch._C._cuda_getDevice()
+    """Tell whether the CUDA tensor is on a GPU that is not the current one."""
+    return tensor.get_device() != torch._C._cuda_getDevice()
 
 
 # From torch 2.10 on, the library itself reaches torch's allocator.
@@ -80,10 +83,10 @@ def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) ->
     ]
     if selects:
         words = batch * num_heads * words_per_head(query_length, key.shape[1])
-        outputs.append(query.new_empty(words, dtype=torch.int32))
+        outputs.append(query.new_empty(words, dtype=_INT32))
     if record:
         grid = grid_shape(query_length, key.shape[1])
-        outputs.append(query.new_empty(batch, num_heads, *grid, dtype=torch.float32))
+        outputs.append(query.new_empty(batch, num_heads, *grid, dtype=_FLOAT32))
     return outputs
 
 
@@ -99,22 +102,22 @@ def attention(
     record: bool,
 ) -> list[Tensor]:
     """Run the forward, and the selection where ``negl_prob`` is given."""
-    if _is_elsewhere(query):
-        with torch.cuda.device(query.device):
-            return attention(
-                query, key, value, negl_prob, scale, causal, window_left, window_right, record
-            )
     selects = negl_prob is not None
-    outputs = allocate_outputs(query, key, selects, record)
     scratch = None
     if query.is_cpu:
         query = query if query.is_contiguous() else _rows(query)
         key = key if key.is_contiguous() else _rows(key)
         value = value if value.is_contiguous() else _rows(value)
+    elif _is_elsewhere(query):
+        with torch.cuda.device(query.device):
+            return attention(
+                query, key, value, negl_prob, scale, causal, window_left, window_right, record
+            )
     else:
         query, key, value = _mappable(query), _mappable(key), _mappable(value)
         if not _library_allocates:
             scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)
+    outputs = allocate_outputs(query, key, selects, record)
     _library.forward(
         query,
         key,
@@ -125,7 +128,7 @@ def attention(
         negl_prob,
         outputs[2] if selects else None,
         scratch,
-        query.shape[3] ** -0.5 if scale is None else scale,
+        scale,
         causal,
         window_left,
         window_right,
@@ -138,7 +141,7 @@ def allocate_tile_bits(tile_stats: Tensor, query_length: int, key_length: int) -
     """Allocate the tile bits of a selection. Also what a fake call returns."""
     batch, num_heads, _, _ = tile_stats.shape
     shape = tile_bits_shape(batch, num_heads, query_length, key_length)
-    return tile_stats.new_empty(shape, dtype=torch.int32)
+    return tile_stats.new_empty(shape, dtype=_INT32)
 
 
 def select(
@@ -151,7 +154,7 @@ def select(
     window_right: int,
 ) -> Tensor:
     """Run the selection."""
-    if _is_elsewhere(tile_stats):
+    if not tile_stats.is_cpu and _is_elsewhere(tile_stats):
         with torch.cuda.device(tile_stats.device):
             return select(
                 tile_stats, negl_prob, query_length, key_length, causal, window_left, window_right
@@ -191,7 +194,7 @@ def backward(
     window_right: int,
 ) -> Gradients:
     """Run the schedule and the backward."""
-    if _is_elsewhere(query):
+    if not query.is_cpu and _is_elsewhere(query):
         mask = (causal, window_left, window_right)
         with torch.cuda.device(query.device):
             return backward(
@@ -221,7 +224,7 @@ def backward(
         None if tile_bits is None else tile_bits.contiguous(),
         *gradients,
         scratch,
-        query.shape[3] ** -0.5 if scale is None else scale,
+        scale,
         causal,
         window_left,
         window_right,

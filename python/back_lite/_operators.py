@@ -192,31 +192,44 @@ def _attention_autograd(
 
 _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
-
-def _is_seen_by_autograd_alone(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return (
-        type(query) is Tensor
-        and type(key) is Tensor
-        and type(value) is Tensor
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
-    )
+_C = torch._C
+_autograd_key = _C.DispatchKey.AutogradFunctionality
+_is_profiling = _C._autograd._profiler_enabled
 
 
-def call_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Sequence[Tensor]:
-    """Do what the operator does, without the dispatcher where that makes no difference.
+def call_attention(
+    needs_grad: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negl_prob: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    record: bool,
+) -> Sequence[Tensor]:
+    """Do what the operator does, without the dispatcher where that makes no difference: 7 us less.
 
-    It takes a third of the host time of a call on a GPU (13 of 40 us).
+    ``needs_grad`` tells whether gradients are on and one of the three needs one.
     """
-    if is_compiling() or not _is_seen_by_autograd_alone(query, key, value):
-        return cast(Sequence[Tensor], attention(query, key, value, *options))
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
+    options = (negl_prob, scale, causal, window_left, window_right, record)
+    if (
+        is_compiling()
+        or type(query) is not Tensor
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or (negl_prob is not None and type(negl_prob) is not Tensor)
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or _C._get_tracing_state() is not None
+        or _C._dispatch_tls_is_dispatch_key_excluded(_autograd_key)
+        or forward_ad._current_level >= 0
+        or _is_profiling()
     ):
+        return cast(Sequence[Tensor], attention(query, key, value, *options))
+    if needs_grad:
         return cast(Sequence[Tensor], _apply_attention(query, key, value, None, options))
     return _kernels.attention(query, key, value, *options)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from . import _checks, _dispatch, _thresholds, _verbose
 from .tiles import tile_stats_shape
 
-#: out, lse, tile bits (None: the backward is exact) and the checked window.
-_Result = tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]
+#: What tells the density of a call: tile bits (None: the backward is exact), query's and key's
+#: shape, causal and the checked window.
+_Call = tuple[Tensor | None, torch.Size, torch.Size, bool, tuple[int, int]]
 
 
 def _attend(
@@ -26,8 +27,8 @@ def _attend(
     causal: bool,
     window_size: Sequence[int],
     deterministic: bool | None,
-) -> _Result:
-    """Check, cast, choose what to record, run.
+) -> tuple[Tensor, Tensor, _Call]:
+    """Check, cast, choose what to record, run; return out, lse and what tells the density.
 
     ``negl_prob`` is in fixed point; None is exact. ``num_thresholds`` is how many it holds, 1 if
     that is left to the library to find out.
@@ -36,10 +37,10 @@ def _attend(
     dtype = _dispatch.autocast_dtype(device_type)
     if dtype is not None:
         query, key, value = (_autocast(x, device_type, dtype) for x in (query, key, value))
-    _checks.check_inputs(query, key, value)
+    shape, key_shape = _checks.check_inputs(query, key, value)
     scale, window = _checks.check_options(scale, causal, window_size, deterministic)
-    if num_thresholds != 1 and num_thresholds != query.shape[2]:
-        raise _thresholds.wrong_count(num_thresholds, query.shape[2])
+    if num_thresholds != 1 and num_thresholds != shape[2]:
+        raise _thresholds.wrong_count(num_thresholds, shape[2])
     if tile_stats is not None:
         _checks.check_tile_stats(tile_stats, tile_stats_shape(query, key), query.device)
     if negl_prob is not None and negl_prob.device != query.device:
@@ -47,22 +48,25 @@ def _attend(
             f"negl_prob.device = {negl_prob.device}: accepted is query's, {query.device}; a "
             "module moves with module.to(), from the meta device with module.to_empty()"
         )
-    if not torch.is_grad_enabled() or not (
+    needs_grad = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
-    ):
+    )
+    if not needs_grad:
         negl_prob = None
     elif device_type == "cuda":
         _checks.check_deterministic(deterministic, may_warn=not _dispatch.is_compiling())
     verbose = _verbose.is_on(query)
     record = tile_stats is not None or (verbose and negl_prob is not None)
-    outputs = _dispatch.attention(query, key, value, negl_prob, scale, causal, *window, record)
+    outputs = _dispatch.call_attention(
+        needs_grad, query, key, value, negl_prob, scale, causal, *window, record
+    )
     if tile_stats is not None:
         tile_stats.copy_(outputs[-1])
     tile_bits = None if negl_prob is None else outputs[2]
     if verbose:
         recorded = outputs[-1] if record else None
         _verbose.log_call(query, key, causal, window, recorded, tile_bits)
-    return outputs[0], outputs[1], tile_bits, window
+    return outputs[0], outputs[1], (tile_bits, shape, key_shape, causal, window)
 
 
 def _autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
@@ -188,7 +192,7 @@ def attention(
         num_thresholds = _thresholds.count(thresholds)
         if _thresholds.skips(thresholds):
             fixed = _thresholds.fixed_point(thresholds, device)
-    out, lse, _, _ = _attend(
+    out, lse, _ = _attend(
         query,
         key,
         value,
@@ -209,8 +213,8 @@ class _LastCall:
     __slots__ = ("kept",)
 
     def __init__(self) -> None:
-        #: tile bits, query's shape, key's shape, causal, window; None before the first call
-        self.kept: tuple[Tensor | None, torch.Size, torch.Size, bool, tuple[int, int]] | None = None
+        #: None before the first call
+        self.kept: _Call | None = None
 
     def __reduce__(self) -> tuple[type[_LastCall], tuple[()]]:
         return _LastCall, ()
@@ -341,21 +345,22 @@ class BackLite(nn.Module):
         """Compute attention; see :func:`back_lite.attention` for arguments, results and errors."""
         if return_softmax_lse is not True and return_softmax_lse is not False:
             _checks.check_flag("return_softmax_lse", return_softmax_lse)
-        out, lse, tile_bits, window = _attend(
+        is_compiling = _dispatch.is_compiling()
+        out, lse, call = _attend(
             query,
             key,
             value,
             self._table_for(query) if self._skips else None,
             # Not a constant of compiled code; there the library compares the counts.
-            1 if _dispatch.is_compiling() else self._num_thresholds,
+            1 if is_compiling else self._num_thresholds,
             scale,
             tile_stats,
             causal,
             window_size,
             self.deterministic,
         )
-        if not _dispatch.is_compiling():  # torch.utils.checkpoint refuses to compile a mutation
-            self._last_call.kept = (tile_bits, query.shape, key.shape, causal, window)
+        if not is_compiling:  # torch.utils.checkpoint refuses to compile a mutation
+            self._last_call.kept = call
         return (out, lse) if return_softmax_lse else out
 
     def extra_repr(self) -> str:

@@ -59,14 +59,13 @@ def forward(
     _checks.check_flag("record", record)
     left, right = _checks.check_window(window_size)
     scale = _checks.check_scale(scale)
-    if (
-        query.is_cuda
-        and torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
-    ):
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    if needs_grad and query.is_cuda:
         _checks.check_deterministic(None, may_warn=not _dispatch.is_compiling())
-    out, lse, *tile_stats = _dispatch.attention(
-        query, key, value, None, scale, causal, left, right, record
+    out, lse, *tile_stats = _dispatch.call_attention(
+        needs_grad, query, key, value, None, scale, causal, left, right, record
     )
     return out, lse, tile_stats[0] if record else None
 

@@ -8,6 +8,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
@@ -143,8 +144,9 @@ struct Mask {
   int64_t window_right;
 };
 
-inline backlite::Problem problem_of(const TensorView& query, const TensorView& key, double scale,
-                                    const Mask& mask) {
+// Without a scale it is 1 / sqrt(head_dim).
+inline backlite::Problem problem_of(const TensorView& query, const TensorView& key,
+                                    ffi::Optional<double> scale, const Mask& mask) {
   if (query.ndim() != 4 || key.ndim() != 4) refuse("query and key must have four dimensions");
   return {.device = device_of(query, "query"),
           .dtype = dtype_of(query, "query"),
@@ -154,7 +156,8 @@ inline backlite::Problem problem_of(const TensorView& query, const TensorView& k
           .query_length = query.size(1),
           .key_length = key.size(1),
           .head_dim = query.size(3),
-          .scale = scale,
+          .scale = scale.has_value() ? scale.value()
+                                     : 1.0 / std::sqrt(static_cast<double>(query.size(3))),
           .causal = mask.causal,
           .window_left = mask.window_left,
           .window_right = mask.window_right};

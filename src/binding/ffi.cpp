@@ -4,25 +4,19 @@
 // backlite::InvalidArgument becomes ValueError and backlite::NotSupported NotImplementedError.
 // tvm-ffi releases the interpreter lock around each of these functions.
 #include <backlite/backlite.h>
-#include <sys/mman.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <new>
-#include <vector>
 
 #include "binding/conversions.h"
+#include "binding/scratch.h"
 
 namespace backlite_ffi {
 namespace {
-
-constexpr size_t kAlignment = 64;
 
 // Runs a stage; the library's exceptions leave as Python's.
 template <typename Stage>
@@ -39,103 +33,6 @@ auto translate(const Stage& stage) {
   TVM_FFI_UNREACHABLE();
 }
 
-// Scratch memory of one call, aligned as the core asks. The allocator maps large blocks anew at
-// each call, and a fresh page costs 1.7 us: 14 ms for 32 MiB, more than a sparse backward at 2k. In
-// huge pages, where Linux has them, it is 3.5 ms; for a block that is used again it is nothing. So
-// the last block waits for the next call, if it is not larger than kMaxKept.
-class Workspace {
- public:
-  explicit Workspace(size_t bytes) : block_(bytes < kHugePage ? nullptr : kept_.exchange(nullptr)) {
-    if (block_ != nullptr && block_->bytes >= bytes) return;
-    delete block_;
-    block_ = nullptr;
-    if (bytes > 0) block_ = new Block(bytes);
-  }
-  ~Workspace() {
-    if (block_ != nullptr && block_->bytes >= kHugePage && block_->bytes <= kMaxKept) {
-      Block* const waiting = kept_.exchange(block_);
-      const bool is_larger = waiting != nullptr && waiting->bytes > block_->bytes;
-      block_ = is_larger ? kept_.exchange(waiting) : waiting;
-    }
-    delete block_;
-  }
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
-
-  void* data() const { return block_ == nullptr ? nullptr : block_->data; }
-  size_t bytes() const { return block_ == nullptr ? 0 : block_->bytes; }
-
- private:
-  static constexpr size_t kHugePage = size_t{2} << 20;
-  static constexpr size_t kMaxKept = size_t{64} << 20;
-
-  struct Block {
-    explicit Block(size_t size)
-        : bytes(size),
-          alignment(size >= kHugePage ? kHugePage : kAlignment),
-          data(::operator new(size, std::align_val_t{alignment})) {
-#if defined(MADV_HUGEPAGE)
-      // Advice: where it is refused, ordinary pages serve.
-      if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
-#endif
-    }
-    ~Block() { ::operator delete(data, std::align_val_t{alignment}); }
-    Block(const Block&) = delete;
-    Block& operator=(const Block&) = delete;
-
-    size_t bytes;
-    size_t alignment;
-    void* data;
-  };
-
-  static inline std::atomic<Block*> kept_{nullptr};
-  Block* block_;
-};
-
-constexpr size_t aligned(size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-// What a call needs for its own time. On the CPU blocks of ours. On CUDA memory of torch's
-// allocator: slices of a tensor that the caller took from it or, without one, by way of tvm-ffi
-// (3 us less a call), which reaches the allocator of torch 2.10 and newer.
-class Scratch {
- public:
-  Scratch(const OptionalView& given, const TensorView& like) : device_(like.device()) {
-    if (!given.has_value()) return;
-    const TensorView& tensor = given.value();
-    require_device(tensor, "scratch", device_);
-    require_dtype(tensor, "scratch", kUInt8);
-    if (!tensor.IsContiguous()) refuse("scratch must be contiguous");
-    given_ = data_of<std::byte>(tensor);
-    left_ = static_cast<size_t>(tensor.numel());
-  }
-
-  void* take(size_t bytes) {
-    if (bytes == 0) return nullptr;
-    if (device_.device_type == kDLCPU) return blocks_.emplace_back(bytes).data();
-    if (given_ == nullptr) {
-      const auto size = static_cast<int64_t>(bytes);
-      return tensors_
-          .emplace_back(ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::ShapeView(&size, 1),
-                                                  kUInt8, device_))
-          .data_ptr();
-    }
-    if (left_ < aligned(bytes)) refuse("scratch is ", aligned(bytes) - left_, " bytes too small");
-    void* const data = given_;
-    given_ += aligned(bytes);
-    left_ -= aligned(bytes);
-    return data;
-  }
-
- private:
-  DLDevice device_;
-  std::deque<Workspace> blocks_;
-  std::vector<ffi::Tensor> tensors_;
-  std::byte* given_ = nullptr;
-  size_t left_ = 0;
-};
-
 // With torch's current stream, which tvm-ffi has noted as the tensors came in.
 backlite::Execution execution_on(const TensorView& like, Scratch& scratch, size_t workspace_bytes,
                                  int64_t num_threads) {
@@ -148,9 +45,22 @@ backlite::Execution execution_on(const TensorView& like, Scratch& scratch, size_
           .workspace_bytes = workspace_bytes};
 }
 
-int64_t stats_bytes(const backlite::Problem& p) {
-  return p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p) *
-         static_cast<int64_t>(sizeof(float));
+// The statistics that only the selection needs live in scratch memory.
+size_t scratch_stats_bytes(const backlite::Problem& p, bool selects, bool record) {
+  if (!selects || record) return 0;
+  return static_cast<size_t>(p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p)) *
+         sizeof(float);
+}
+
+size_t forward_bytes(const backlite::Problem& p, bool selects, bool record, int num_threads) {
+  return aligned(scratch_stats_bytes(p, selects, record)) +
+         aligned(backlite::forward_workspace_bytes(p, selects || record, num_threads)) +
+         (selects ? aligned(backlite::select_workspace_bytes(p, num_threads)) : 0);
+}
+
+size_t backward_bytes(const backlite::Problem& p, int num_threads) {
+  return aligned(backlite::schedule_bytes(p)) +
+         aligned(backlite::backward_workspace_bytes(p, num_threads));
 }
 
 void run_select(const backlite::Problem& problem, const float* tile_stats, const TensorView& like,
@@ -167,12 +77,11 @@ void run_select(const backlite::Problem& problem, const float* tile_stats, const
 
 // ---- Exported functions -----------------------------------------------------------------------
 
-// The forward and, where tile_bits is given, the selection. The statistics that only the selection
-// needs live in scratch memory.
+// The forward and, where tile_bits is given, the selection.
 void forward(TensorView query, TensorView key, TensorView value, TensorView out, TensorView lse,
              OptionalView tile_stats, OptionalView negl_prob, OptionalView tile_bits,
-             OptionalView scratch_tensor, double scale, bool causal, int64_t window_left,
-             int64_t window_right, int64_t num_threads) {
+             OptionalView scratch_tensor, ffi::Optional<double> scale, bool causal,
+             int64_t window_left, int64_t window_right, int64_t num_threads) {
   translate([&] {
     using backlite::ConstTensor;
     const backlite::Problem p = problem_of(query, key, scale, {causal, window_left, window_right});
@@ -182,11 +91,12 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
     if (selects) require_tile_bits(tile_bits.value(), query, p);
     if (selects != negl_prob.has_value()) refuse("tile_bits and negl_prob come together");
 
-    Scratch scratch(scratch_tensor, query);
-    float* stats = data_or_null<float>(tile_stats);
-    if (selects && !tile_stats.has_value()) {
-      stats = static_cast<float*>(scratch.take(static_cast<size_t>(stats_bytes(p))));
-    }
+    const bool record = tile_stats.has_value();
+    Scratch scratch(scratch_tensor, query,
+                    forward_bytes(p, selects, record, static_cast<int>(num_threads)));
+    float* const stats =
+        record ? data_of<float>(tile_stats.value())
+               : static_cast<float*>(scratch.take(scratch_stats_bytes(p, selects, record)));
     const backlite::ForwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, p.query_length, p.num_query_heads),
         .key = view_of<ConstTensor>(key, "key", query, p.key_length, p.num_key_heads),
@@ -208,10 +118,8 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
 // caller (`record`), for the selection alone (`selects`), or without.
 int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
   return translate([&] {
-    const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});
-    const size_t stats = selects && !record ? static_cast<size_t>(stats_bytes(p)) : 0;
-    const size_t workspace = backlite::forward_workspace_bytes(p, selects || record, 1);
-    return static_cast<int64_t>(aligned(stats) + aligned(workspace));
+    const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});
+    return static_cast<int64_t>(forward_bytes(p, selects, record, 1));
   });
 }
 
@@ -234,7 +142,8 @@ void select(TensorView tile_stats, TensorView negl_prob, TensorView tile_bits, i
                               .window_right = window_right};
     require_tile_stats(tile_stats, tile_stats, p);
     require_tile_bits(tile_bits, tile_stats, p);
-    Scratch scratch({}, tile_stats);
+    const size_t bytes = backlite::select_workspace_bytes(p, static_cast<int>(num_threads));
+    Scratch scratch({}, tile_stats, aligned(bytes));
     run_select(p, data_of<const float>(tile_stats), tile_stats, negl_prob,
                data_of<int32_t>(tile_bits), scratch, num_threads);
   });
@@ -244,8 +153,8 @@ void select(TensorView tile_stats, TensorView negl_prob, TensorView tile_bits, i
 void backward(TensorView grad_out, TensorView query, TensorView key, TensorView value,
               TensorView out, TensorView lse, OptionalView grad_lse, OptionalView tile_bits,
               TensorView grad_query, TensorView grad_key, TensorView grad_value,
-              OptionalView scratch_tensor, double scale, bool causal, int64_t window_left,
-              int64_t window_right, int64_t num_threads) {
+              OptionalView scratch_tensor, ffi::Optional<double> scale, bool causal,
+              int64_t window_left, int64_t window_right, int64_t num_threads) {
   translate([&] {
     using backlite::ConstTensor;
     const backlite::Problem p = problem_of(query, key, scale, {causal, window_left, window_right});
@@ -254,7 +163,7 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
     require_dense(lse, "lse", query, lse_dtype(p), {p.batch, hq, sq});
     require_dense(grad_lse, "grad_lse", query, lse_dtype(p), {p.batch, hq, sq});
     if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), query, p);
-    Scratch scratch(scratch_tensor, query);
+    Scratch scratch(scratch_tensor, query, backward_bytes(p, static_cast<int>(num_threads)));
     void* const schedule = scratch.take(backlite::schedule_bytes(p));
     const backlite::BackwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, sq, hq),
@@ -279,9 +188,8 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
 // How many bytes of scratch backward() needs on CUDA if it is given any.
 int64_t backward_scratch_bytes(TensorView query, TensorView key) {
   return translate([&] {
-    const backlite::Problem p = problem_of(query, key, 1.0, {false, -1, -1});
-    return static_cast<int64_t>(aligned(backlite::schedule_bytes(p)) +
-                                aligned(backlite::backward_workspace_bytes(p, 1)));
+    const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});
+    return static_cast<int64_t>(backward_bytes(p, 1));
   });
 }
 

@@ -22,6 +22,8 @@ from back_lite import BackLite, attention, ops
 from cases import Case
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 CASE = Case(200, 300, num_heads=4, num_key_heads=2, topics=True, lse_grad=True, causal=True)
@@ -181,6 +183,45 @@ def test_row40_no_recompile_per_key_length(device: str) -> None:
 
 
 # ---- Checkpointing -------------------------------------------------------------------------------
+
+
+class _DispatchedOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _CalledFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("listener", [_DispatchedOperators, _CalledFunctions])
+def test_who_listens_hears_the_operator(listener: Any, device: str) -> None:
+    """Calls skip the dispatcher only where nobody would notice."""
+    with listener() as heard:
+        attention(*leaves_of(CASE, device), 0.05)
+    assert "back_lite.attention.default" in heard.names
+
+
+def test_a_profile_names_the_operator(device: str) -> None:
+    with torch.profiler.profile() as profile:
+        attention(*leaves_of(CASE, device), 0.05)
+    assert "back_lite::attention" in {event.key for event in profile.key_averages()}
+
+
+def test_a_call_below_autograd_builds_no_graph(device: str) -> None:
+    with torch._C._AutoDispatchBelowAutograd():
+        assert attention(*leaves_of(CASE, device), 0.05).grad_fn is None
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
