@@ -33,7 +33,7 @@ class Row:
 
     def __str__(self) -> str:
         ours, theirs = (
-            "" if timing is None else f"{1e3 * timing.median:#.4g} +-{timing.spread / 2:4.0%}"
+            "" if timing is None else f"{1e3 * timing.median:.4g} +-{timing.spread / 2:4.0%}"
             for timing in (self.ours, self.theirs)
         )
         bar = "" if self.bar is None else f"{'>=' if self.faster else '<='} {self.bar:.3f}"
