@@ -69,6 +69,8 @@ def test_row33_without_gradients_only_outputs_remain() -> None:
     case = cases.Case(8192, 8192, 128, 8, 8, dtype=BF16)
     inputs = case.inputs("cuda")
     attn = BackLite(0.05)
+    with torch.no_grad():
+        attn(*inputs[:3])  # the table of thresholds
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
