@@ -1,4 +1,4 @@
-"""The same functions for torch 2.2 and 2.3, whose torch.library knows neither fakes nor keysets.
+"""_operators.py for torch 2.2 and 2.3, whose torch.library knows neither fakes nor keysets.
 
 A plain autograd.Function: eager mode only.
 """

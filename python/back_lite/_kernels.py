@@ -10,7 +10,6 @@ from .tiles import grid_shape, tile_bits_shape, words_per_head
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-
 _FLOAT32, _FLOAT64, _INT32 = torch.float32, torch.float64, torch.int32
 
 
@@ -60,21 +59,21 @@ def _is_elsewhere(tensor: Tensor) -> bool:
     return tensor.get_device() != torch._C._cuda_getDevice()
 
 
-# From torch 2.10 on, the library itself reaches torch's allocator.
+# From torch 2.10 on, or with torch-c-dlpack-ext, the library itself reaches torch's allocator.
 _library_allocates = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 def _scratch(size: int, like: Tensor) -> Tensor:
-    """Take scratch memory of one call from torch's allocator."""
+    """Take `size` bytes for the time of one call from torch's allocator."""
     return like.new_empty(size, dtype=torch.uint8)
 
 
 def allocate_outputs(query: Tensor, key: Tensor, selects: bool, record: bool) -> list[Tensor]:
     """Allocate out and LSE, then tile bits if selecting, then tile statistics if recording.
 
-    Also what a fake (shape-only) call returns. The tile bits have one dimension: torch.compile asks
-    whether they are contiguous, and would compile again where one of four dimensions becomes 1
-    (from 129 keys to 128, from 2049 queries to 2048).
+    Also what a fake (shape-only) call returns. The tile bits have one dimension, the words of
+    ``(B, H, Tn, ceil(Tm / 32))``: torch.compile asks whether they are contiguous, and would compile
+    again where one of four dimensions becomes 1 (from 129 keys to 128, from 2049 queries to 2048).
     """
     batch, query_length, num_heads, _ = query.shape
     outputs = [
@@ -101,7 +100,7 @@ def attention(
     window_right: int,
     record: bool,
 ) -> list[Tensor]:
-    """Run the forward, and the selection where ``negl_prob`` is given."""
+    """Run the forward, and the selection where ``negl_prob`` is given; see allocate_outputs."""
     selects = negl_prob is not None
     scratch = None
     if query.is_cpu:

@@ -106,8 +106,8 @@ def _nested_redispatch(
     return _redispatch(operator, keyset, arguments)
 
 
-# torch.func's own base: autograd.Function without the way back into the dispatcher, which is for
-# callers above it, and in torch before 2.14 without 3 us of Python in apply.
+# torch.func's own base class: an autograd.Function that does not go back into the dispatcher, which
+# only callers above the dispatcher need. In torch before 2.14 apply saves 3 us of Python, too.
 class _Attention(_SingleLevelFunction):
     @staticmethod
     def forward(

@@ -99,7 +99,12 @@ def fixed_point(thresholds: Thresholds, device: torch.device | None) -> Tensor:
 def fixed_point_of_tensor(negl_prob: Tensor) -> Tensor:
     """Convert a float tensor of one entry, or of one per head, without reading it on the host.
 
-    An entry that is not a threshold, NaN included, becomes a number that the library refuses.
+    An entry that is not a threshold, NaN included, becomes a number that the library refuses on the
+    CPU. On CUDA nothing looks at it: one below 0 counts as 0.
+
+    Raises:
+        TypeError: not of a floating-point dtype.
+        ValueError: more than one dimension, or more entries than a table holds.
     """
     if not negl_prob.dtype.is_floating_point:
         raise TypeError(f"negl_prob.dtype = {negl_prob.dtype}: accepted are floating-point types")

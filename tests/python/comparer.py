@@ -2,10 +2,10 @@
 
 The bound: the relative L2 and the largest absolute error against float64 are at most twice those of
 plain PyTorch in the same dtype, with a floor of eps(dtype) times the largest magnitude (float64:
-1e-10 relative). Nothing else is tuned. An error that analysis says is due passes, too (roundings()
-below): that of P from an LSE that is kept in float32 always, since all of a result may share that
-one draw; that of sums in two cases: so few rows that the yardstick can be small by luck, and a
-truth that is itself no larger, as with one key, where dP and delta cancel and dQ is zero.
+1e-10 relative). Nothing else is tuned. Errors that analysis says are due pass, too (roundings()
+below). That of P from an LSE that is kept in float32 always does, since all of a result may share
+that one draw. That of sums does where there are so few rows that the yardstick can be small by
+luck, and where the truth is itself no larger, as with one key: dP and delta cancel, dQ is zero.
 
 The error of plain PyTorch is a draw: in float32 the largest error, often that of one row with a
 large score, differs up to threefold between two equally good orders of summation. So the yardstick
