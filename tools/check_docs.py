@@ -133,7 +133,7 @@ def check_options(script: Path, words: list[str]) -> list[str]:
     return [f"{script.name} has no option {option}" for option in options if option not in text]
 
 
-def check_python(repository: Repository, words: list[str], folder: Path) -> list[str]:
+def check_python(repository: Repository, words: list[str]) -> list[str]:
     """`words` follow `python`."""
     if not words or words[0] == "-c":
         return []
@@ -163,7 +163,7 @@ def check_command(repository: Repository, command: str, folder: Path) -> list[st
             f"make {goal}: no such target" for goal in goals if goal not in repository.targets
         ]
     elif program in ("python", "python3"):
-        problems += check_python(repository, rest, folder)
+        problems += check_python(repository, rest)
     elif program not in PROGRAMS and not repository.has_path(program, folder):
         problems.append(f"{program}: no such program")
     if "--preset" in rest[:-1]:

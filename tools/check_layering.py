@@ -3,7 +3,7 @@
 Data flows forward -> select -> schedule -> backward, and includes follow:
 
     include/backlite   the standard library alone
-    src/common         the public headers; sm90/tensor_map.h, for its twin in terms of our tensors
+    src/common         the public headers; sm90/tensor_map.h, for common/copy_engine.h
     src/sm90           nothing of ours
     src/<stage>        common, sm90, the public headers, its own folder
     src/backward       also schedule/layout*.h, which say what a schedule looks like
