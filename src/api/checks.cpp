@@ -45,8 +45,8 @@ void check_pointer(const std::string& name, const void* pointer, bool needed) {
   if (needed && pointer == nullptr) refuse(name, "nullptr", "a pointer is needed");
 }
 
-void check_aligned(const std::string& name, const void* pointer) {
-  check_pointer(name, pointer, true);
+void check_aligned(const std::string& name, const void* pointer, bool needed) {
+  check_pointer(name, pointer, needed);
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   if (address % kWorkspaceAlignment != 0) {
     refuse(
@@ -131,7 +131,7 @@ void check(const Problem& problem, const SelectArgs& args) {
   }
 }
 
-void check(const ScheduleArgs& args) { check_aligned("schedule", args.schedule); }
+void check(const ScheduleArgs& args) { check_aligned("schedule", args.schedule, true); }
 
 void check(const Problem& problem, const BackwardArgs& args) {
   const Problem& p = problem;
@@ -141,7 +141,7 @@ void check(const Problem& problem, const BackwardArgs& args) {
   check_tensor("out", args.out, p.batch, p.query_length, p.head_dim);
   check_tensor("grad_out", args.grad_out, p.batch, p.query_length, p.head_dim);
   check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
-  check_aligned("schedule", args.schedule);
+  check_aligned("schedule", args.schedule, true);
   check_output("grad_query", args.grad_query, p.batch, p.query_length, p.head_dim);
   check_output("grad_key", args.grad_key, p.batch, p.key_length, p.head_dim);
   check_output("grad_value", args.grad_value, p.batch, p.key_length, p.head_dim);
@@ -163,12 +163,7 @@ void check_execution(const Execution& execution, size_t needed_bytes) {
     refuse("workspace_bytes", execution.workspace_bytes,
            "at least " + std::to_string(needed_bytes) + " are needed");
   }
-  check_pointer("workspace", execution.workspace, needed_bytes > 0);
-  if (reinterpret_cast<uintptr_t>(execution.workspace) % kWorkspaceAlignment != 0) {
-    refuse(
-        "workspace", reinterpret_cast<uintptr_t>(execution.workspace),
-        "an address that is a multiple of " + std::to_string(kWorkspaceAlignment) + " is needed");
-  }
+  check_aligned("workspace", execution.workspace, needed_bytes > 0);
 }
 
 }  // namespace backlite

@@ -8,8 +8,7 @@ bool is_built() { return false; }
 void check_problem(const Problem&) {
   throw NotSupported(
       "device = cuda: this build has no CUDA backend (there was no nvcc when it was built); "
-      "accepted "
-      "is cpu");
+      "accepted is cpu");
 }
 
 size_t forward_workspace_bytes(const Problem&, bool) { return 0; }

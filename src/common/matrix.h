@@ -9,9 +9,7 @@
 
 namespace backlite::cpu {
 
-using Eigen::Index;
-
-// Everything is computed in float, float64 inputs in double.
+// float64 is computed in double, everything else in float.
 template <typename Element>
 using ComputeOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
 
@@ -33,15 +31,7 @@ ConstRowBlock<Element> rows_of(const ConstTensor& tensor, int64_t batch, int64_t
   return {data, num_rows, head_dim, Eigen::OuterStride<>(tensor.length_stride)};
 }
 
-template <typename Element>
-RowBlock<Element> rows_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row,
-                          int64_t num_rows, int64_t head_dim) {
-  auto* data = static_cast<Element*>(tensor.data) + batch * tensor.batch_stride +
-               head * tensor.head_stride + row * tensor.length_stride;
-  return {data, num_rows, head_dim, Eigen::OuterStride<>(tensor.length_stride)};
-}
-
-// The block in the compute type, to `scratch`: rows as they are, `stride` apart.
+// Copies a block to `scratch`, converted to the compute type; rows are `stride` apart there.
 template <typename Element>
 void load(const ConstRowBlock<Element>& block, ComputeOf<Element>* scratch, int64_t stride) {
   RowBlock<ComputeOf<Element>>(scratch, block.rows(), block.cols(), Eigen::OuterStride<>(stride)) =

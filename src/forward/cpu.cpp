@@ -37,7 +37,7 @@ constexpr int64_t kBlockRows = kBlockTiles * kQueryTile;
 // What softmax does to a tile is done for a strip of 32 queries at a time, over all keys: the
 // strip's row vectors then stay in registers, and its 16 KiB of scores in L1 between one pass and
 // the next (passes over the whole 192 x 128 block took 24% of the forward, strips take 12%). Arrays
-// of rows are padded to whole strips; what the padding holds is computed with and never read.
+// of rows are padded to whole strips; padding is computed with, but no result of it is used.
 constexpr int64_t kStripRows = 32;
 template <typename T>
 using StripValues = Eigen::Array<T, kStripRows, 1>;
@@ -144,16 +144,13 @@ class Block {
     return {vector + (rows.begin - rows_.begin), rows.size()};
   }
 
-  // Where one query tile passes on its way to or from the transposed blocks: free before the first
-  // key tile and after the last.
-  RowBlock<Compute> tile_rows(int64_t num_rows) const {
-    return {scratch_.scores, num_rows, problem_.head_dim, Eigen::OuterStride<>(padded_dim_)};
-  }
-
+  // Before the first key tile and after the last the scores are free: here and in store(), one
+  // query tile after the other passes there, [64, Dp], on its way to or from a transposed block.
   void load_query() {
     for (int64_t m = tiles_.begin; m < tiles_.end; ++m) {
       const Range rows = mask_.rows_of_tile(m);
-      tile_rows(rows.size()) =
+      RowBlock<Compute>(scratch_.scores, rows.size(), problem_.head_dim,
+                        Eigen::OuterStride<>(padded_dim_)) =
           rows_of<Element>(args_.query, batch_, head_, rows.begin, rows.size(), problem_.head_dim)
               .template cast<Compute>() *
           static_cast<Compute>(problem_.scale);
