@@ -12,7 +12,7 @@
 //   backward  all of the above -> dQ, dK, dV
 //
 // Nothing here allocates device memory or synchronises: every stage states how much workspace it
-// needs and the caller brings it. Every function throws a subclass of backlite::Error.
+// needs and the caller brings it. Errors are exceptions of the family of backlite::Error.
 //
 // With Device::kCuda every pointer in the arguments below points into memory of the current GPU
 // (cudaSetDevice), workspace, schedule and negl_prob included; stages are queued on the stream of
@@ -44,7 +44,7 @@ inline constexpr int64_t kKeyTile = 128;      // key columns of a tile
 inline constexpr int64_t kTilesPerWord = 32;  // query tiles in one int32 of tile bits
 
 // Probabilities are compared and added in fixed point, so that every backend and every order of
-// summation selects the same tiles: fixed(p) = floor(p * 2^40), clamped to [0, 2^40].
+// summation selects the same tiles: fixed(p) = floor(p * 2^40), clamped to [0, 2^40]; NaN is 2^40.
 inline constexpr int kProbFractionBits = 40;
 inline constexpr int64_t kProbOne = int64_t{1} << kProbFractionBits;
 
@@ -152,6 +152,7 @@ struct ScheduleArgs {
   void* schedule = nullptr;            // schedule_bytes, 64-byte aligned; opaque to the caller
 };
 
+// schedule() needs no workspace beside it.
 BACKLITE_API size_t schedule_bytes(const Problem& problem);
 BACKLITE_API void schedule(const Problem& problem, const ScheduleArgs& args,
                            const Execution& execution);

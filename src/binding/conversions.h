@@ -99,7 +99,8 @@ inline void require_shape(const TensorView& tensor, const char* name,
   }
 }
 
-// Everything but the four large tensors: contiguous, of one exact shape and type, where `like` is.
+// Everything that view_of() does not take: contiguous, of one exact shape and type, on the device
+// of `like`.
 inline void require_dense(const TensorView& tensor, const char* name, const TensorView& like,
                           DLDataType dtype, std::initializer_list<int64_t> shape) {
   require_device(tensor, name, like.device());

@@ -114,8 +114,8 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
   });
 }
 
-// How many bytes of scratch forward() needs on CUDA if it is given any: with statistics for the
-// caller (`record`), for the selection alone (`selects`), or without.
+// How many bytes scratch_tensor must have on CUDA, where forward() is given one; selects and record
+// tell whether it is given tile_bits and tile_stats.
 int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});
@@ -185,7 +185,7 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
   });
 }
 
-// How many bytes of scratch backward() needs on CUDA if it is given any.
+// How many bytes scratch_tensor must have on CUDA, where backward() is given one.
 int64_t backward_scratch_bytes(TensorView query, TensorView key) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});

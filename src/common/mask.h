@@ -39,13 +39,13 @@ struct Range {  // [begin, end), empty if begin >= end
 };
 
 // Query i sees key j iff  i + offset - left <= j <= i + offset + right  and  0 <= j < key_length.
-// Causal is right = 0 (or less); "unlimited" is any number past both lengths. The keys of
-// consecutive rows overlap or touch, so the keys of a query tile, its key tiles, and the query
-// tiles of a key tile are all contiguous ranges.
+// Causal is right = 0, and no window's right is less; "unlimited" is any number past both lengths.
+// The keys of consecutive rows overlap or touch, so the keys of a query tile, its key tiles, and
+// the query tiles of a key tile are all contiguous ranges.
 struct Mask {
   int64_t query_length = 0;
   int64_t key_length = 0;
-  int64_t offset = 0;  // key_length - query_length: the last query is aligned with the last key
+  int64_t offset = 0;  // key_length - query_length ("shift" in the docs): aligns the last of each
   int64_t left = 0;
   int64_t right = 0;
 

@@ -18,8 +18,8 @@ inline const int kWatchesForks = pthread_atfork(nullptr, nullptr, [] { is_forked
 // forked child computes on its own thread.
 inline int usable_threads(int requested) { return is_forked_child ? 1 : std::max(requested, 1); }
 
-// Subnormal numbers cost a microcode assist (about 150 cycles) each on x86. Softmax makes them in
-// numbers: exp of anything below -87. While this object lives they are zero on this thread.
+// Subnormal numbers cost a microcode assist (about 150 cycles) each on x86. Softmax makes many:
+// exp of anything below -87 in float. While this object lives they are zero on this thread.
 class FlushSubnormals {
  public:
 #if defined(__SSE2__)
@@ -37,8 +37,9 @@ class FlushSubnormals {
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 };
 
-// Calls body(index, thread) for every index in [0, count), in order of start, one at a time per
-// thread. thread < num_threads. The body must not throw.
+// Calls body(index, thread) for every index in [0, count), where 0 <= thread < num_threads. A
+// thread that is free takes the next index, so that calls start in the order of their indices. The
+// body must not throw.
 template <typename Body>
 void parallel_for(int64_t count, int num_threads, const Body& body) {
   if (count <= 1 || num_threads <= 1) {  // OpenMP would take 0.3 us for it

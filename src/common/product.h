@@ -23,8 +23,8 @@ inline constexpr int kProductColumns = 4;
 #endif
 
 // Callers pad m and n to these, and align A and C to kVectorBytes (their data and, with strides
-// that are multiples of kProductRowStep, every row). What the padding holds is computed with, never
-// read.
+// that are multiples of kProductRowStep, every row). Padding of A and B is computed with, but only
+// into padding of C, of which nothing is used.
 inline constexpr int64_t kProductRowStep = 16;
 inline constexpr int64_t kProductColumnStep = 8;
 
@@ -107,6 +107,8 @@ template <typename T, bool kUnitStrideK>
 void all_panels(ProductA<T> a, ProductB<T> b, ProductC<T> c, int64_t size_m, int64_t size_n,
                 int64_t size_k, Into into) {
   constexpr int kLanes = kVectorBytes / sizeof(T);
+  static_assert(kProductRowStep % kLanes == 0 && kProductColumnStep % kProductColumns == 0,
+                "padded sizes must be whole blocks");
   int64_t m = 0;
   for (; m + 2 * kLanes <= size_m; m += 2 * kLanes) {
     panel<T, 2, kUnitStrideK>(a, b, c, m, size_n, size_k, into);

@@ -25,6 +25,7 @@ struct WorkItem {
 // off by one thread, in order, into a dQ of its own, and the lanes' dQ are added in order
 // afterwards. So the result does not depend on the number of threads, nothing waits, and few heads
 // still feed many threads. The number of lanes bounds the parallelism and, times dQ, the workspace.
+// This is how many there are at least, over all heads, if there are that many columns.
 inline constexpr int64_t kMinLanes = 16;
 
 inline int64_t lanes_per_head(const Problem& problem) {
@@ -35,7 +36,7 @@ inline int64_t lanes_per_head(const Problem& problem) {
 
 struct ScheduleLayout {
   int64_t num_lanes;    // batch * num_key_heads * lanes_per_head
-  int32_t* lane_order;  // [num_lanes]: lanes, the most live tiles first
+  int32_t* lane_order;  // [num_lanes]: lanes, the most work first
   int64_t* lane_begin;  // [num_lanes + 1]: items of lane i are [lane_begin[i], lane_begin[i + 1])
   WorkItem* items;     // [B * Hk * Tn], lane by lane; columns without a live tile too (dK = dV = 0)
   WorkItem* sorted;    // [Tn]: scratch of schedule()
