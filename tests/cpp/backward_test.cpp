@@ -1,7 +1,6 @@
 // Backward, dense and sparse, against the reference.
 #include <boost/test/data/test_case.hpp>
 #include <boost/test/unit_test.hpp>
-#include <cstring>
 #include <random>
 
 #include "cases.h"
@@ -12,10 +11,6 @@ using namespace backlite;
 using namespace backlite::test;
 
 namespace {
-
-bool same_bytes(const Strided& a, const Strided& b) {
-  return std::memcmp(a.bytes().data(), b.bytes().data(), a.bytes().size()) == 0;
-}
 
 // Fails unless the gradients in `stages` are those of the live tiles.
 void check_gradients(const Stages& stages, const TileMap& tiles, bool with_grad_lse) {

@@ -1,7 +1,6 @@
 // Forward: O, LSE and tile statistics against the reference.
 #include <boost/test/data/test_case.hpp>
 #include <boost/test/unit_test.hpp>
-#include <cstring>
 
 #include "cases.h"
 #include "compare.h"
@@ -12,14 +11,14 @@ using namespace backlite::test;
 
 namespace {
 
-// Relative error of a tile's probability above 1e-6: 1e-2 in 16 bits; in float32 and float64, a
-// small number times the largest score, whose rounding the exponential magnifies.
+// Relative error of a tile's probability above 1e-6: 1e-2 in 16 bits; in float32, a small number
+// times the largest score, whose rounding the exponential magnifies.
 double stats_bound(DType dtype, double largest_score) {
   switch (dtype) {
     case DType::kFloat16:
     case DType::kBFloat16: return 1e-2;
     case DType::kFloat32: return 1e-5 * std::max(1.0, largest_score);
-    // They are stored as float32.
+    // Computed in double, but stored as float32.
     case DType::kFloat64: return 1e-6;
   }
   return 0.0;
@@ -38,10 +37,6 @@ void check_stats(const Stages& stages, const ReferenceForward& truth) {
                             "tile_stats[" << i << "] = " << p << ", the truth is " << expected);
     }
   }
-}
-
-bool same_bytes(const Strided& a, const Strided& b) {
-  return std::memcmp(a.bytes().data(), b.bytes().data(), a.bytes().size()) == 0;
 }
 
 }  // namespace

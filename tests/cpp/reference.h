@@ -1,4 +1,5 @@
 // Attention as the public header writes it, one number at a time: what every test compares with.
+// The numbers of the steps are those of the backward in docs/1-maths.md.
 //
 // `Real` is the type that sums are made in. `round` is applied wherever plain code would store an
 // intermediate tensor. With double and no rounding this is the truth; with float and rounding to
@@ -95,7 +96,7 @@ class Reference {
         rows_with_keys[i / kQueryTile] += 1;
         for (int64_t j = 0; j < p_.key_length; ++j) {
           if (!sees(p_, i, j)) continue;
-          // (3) O = P V
+          // O = P V
           for (int64_t d = 0; d < p_.head_dim; ++d) {
             result.out.row(b, i, h)[d] =
                 add(result.out.row(b, i, h)[d], row.probs[j] * real(value_.row(b, j, hk)[d]));
@@ -105,7 +106,7 @@ class Reference {
               std::max(result.largest_score, std::abs(static_cast<double>(row.scores[j])));
         }
       }
-      // (4) The mean over the tile's rows that see a key.
+      // The mean over the tile's rows that see a key.
       for (int64_t m = 0; m < tiles.query_tiles; ++m) {
         for (int64_t n = 0; n < tiles.key_tiles; ++n) {
           if (rows_with_keys[m] > 0) {
@@ -129,25 +130,24 @@ class Reference {
         if (row.lse == -INFINITY) continue;
         const double* const q = query_.row(b, i, h);
         const double* const grad_o = grad_out.row(b, i, h);
-        // (5) delta = dO . O - dLSE, summed in another order than dP: plain code makes a reduction
-        // of one and a matrix product of the other, and they do not cancel to the last bit.
+        // delta = dO . O - dLSE, summed in another order than dP: plain code makes a reduction of
+        // one and a matrix product of the other, and they do not cancel to the last bit.
         Real delta = round_(dot_backwards(grad_o, out.row(b, i, h)));
         if (grad_lse != nullptr) delta -= real(*grad_lse->row(b, h, i));
         for (int64_t j = 0; j < p_.key_length; ++j) {
           if (!sees(p_, i, j) || !tiles.at(b, h, i / kQueryTile, j / kKeyTile)) continue;
           const double* const k = key_.row(b, j, hk);
-          // (6) dS = P * (dO V^T - delta)
           const Real prob = row.probs[j];
-          const Real grad_prob = round_(dot(grad_o, value_.row(b, j, hk)));
-          const Real grad_score = round_(prob * (grad_prob - delta));
+          const Real grad_prob = round_(dot(grad_o, value_.row(b, j, hk)));  // (4) dP = dO V^T
+          const Real grad_score = round_(prob * (grad_prob - delta));  // (5) dS = P * (dP - delta)
           const Real scaled = real(p_.scale) * grad_score;
           double* const dq = grad.query.row(b, i, h);
           double* const dk = grad.key.row(b, j, hk);
           double* const dv = grad.value.row(b, j, hk);
           for (int64_t d = 0; d < p_.head_dim; ++d) {
-            dv[d] = add(dv[d], prob * real(grad_o[d]));  // (7) dV = P^T dO
-            dq[d] = add(dq[d], scaled * real(k[d]));     // (8) dQ = scale * dS K
-            dk[d] = add(dk[d], scaled * real(q[d]));     // (9) dK = scale * dS^T Q
+            dv[d] = add(dv[d], prob * real(grad_o[d]));  // (3) dV = P^T dO
+            dk[d] = add(dk[d], scaled * real(q[d]));     // (6) dK = scale * dS^T Q
+            dq[d] = add(dq[d], scaled * real(k[d]));     // (7) dQ = scale * dS K
           }
         }
       }

@@ -322,4 +322,8 @@ class Strided {
   Bytes bytes_;
 };
 
+inline bool same_bytes(const Strided& a, const Strided& b) {
+  return std::memcmp(a.bytes().data(), b.bytes().data(), a.bytes().size()) == 0;
+}
+
 }  // namespace backlite::test
