@@ -36,7 +36,7 @@ def alternate(
     min_rounds: int = 3,
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Runs a, b, a, b, ... `rounds` times, less where `max_seconds` are spent after `min_rounds`.
+    """Runs a, b, a, b, ... `rounds` times, or until `max_seconds` are over, but `min_rounds` times.
 
     synchronize waits for work that a function leaves running, as torch.cuda.synchronize does.
     """

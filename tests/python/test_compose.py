@@ -1,6 +1,6 @@
 """With the rest of PyTorch: compile, checkpointing, autocast, copies, transforms, fake tensors.
 
-Rows are those of the list of faults in test_faults.py.
+Numbers of rows go on from those of test_faults.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Faults that users of attention kernels met in public, as small inputs.
 
-Each test is named after the row of the list of faults that it comes from and after the kind of the
-fault. Rows about torch.compile, checkpointing and transforms (38 to 45) are in test_compose.py;
-rows that only a GPU, a build or a benchmark can show are not here.
+They were collected as rows of a table; a test bears the number of its row and says what the fault
+is. Rows about torch.compile, checkpointing and transforms (38 to 45) are in test_compose.py; rows
+that only a GPU, a build or a benchmark can show are not here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ def check(case: Case, inputs: Inputs, negl_prob: float = 0.0) -> oracle.Results:
     got = oracle.library(case, inputs, negl_prob)
     comparer.check_results(case, inputs, got, live=live)
     return got
-
-
-def assert_same(a: oracle.Results, b: oracle.Results) -> None:
-    for name, x, y in zip(a._fields, a, b, strict=True):
-        assert torch.equal(x, y), f"{name} differs by {float((x - y).abs().max())}"
 
 
 # ---- Wrong, NaN, or missing gradients ------------------------------------------------------------
@@ -89,7 +84,7 @@ def test_row04_gradient_into_minus_infinity(poison: float, negl_prob: float, dev
     poisoned_grad = inputs.grad_lse.clone()
     poisoned_grad[..., :130] = poison
     poisoned = oracle.library(case, inputs._replace(grad_lse=poisoned_grad), negl_prob)
-    assert_same(clean, poisoned)
+    comparer.assert_same(clean, poisoned)
 
 
 @pytest.mark.parametrize("negl_prob", NEGL_PROBS)
@@ -104,7 +99,7 @@ def test_row05_uninitialised_memory(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan().all()
-    assert_same(clean, oracle.library(case, inputs, negl_prob))
+    comparer.assert_same(clean, oracle.library(case, inputs, negl_prob))
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.1])
@@ -188,7 +183,7 @@ def test_row11_strides_read_as_contiguous(
     contiguous = oracle.library(case, inputs, negl_prob)
     for which in [{0}, {1}, {2}, {3}, {0, 1, 2, 3}]:
         strided = [layout(t) if i in which else t for i, t in enumerate(inputs[:4])]
-        assert_same(contiguous, oracle.library(case, Inputs(*strided, None), negl_prob))
+        comparer.assert_same(contiguous, oracle.library(case, Inputs(*strided, None), negl_prob))
 
 
 @pytest.mark.parametrize("negl_prob", NEGL_PROBS)
@@ -198,7 +193,7 @@ def test_row11_expanded_gradient(negl_prob: float, device: str) -> None:
     inputs = case.inputs(device)
     ones = torch.ones((), dtype=case.dtype, device=device).expand(inputs.query.shape)
     expanded = oracle.library(case, inputs._replace(grad_out=ones), negl_prob)
-    assert_same(
+    comparer.assert_same(
         expanded, oracle.library(case, inputs._replace(grad_out=ones.contiguous()), negl_prob)
     )
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]
@@ -213,7 +208,7 @@ def test_row11_strided_lse_gradient(device: str) -> None:
     inputs = case.inputs(device)
     assert inputs.grad_lse is not None
     strided = inputs.grad_lse.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_same(
+    comparer.assert_same(
         oracle.library(case, inputs), oracle.library(case, inputs._replace(grad_lse=strided))
     )
 
@@ -224,7 +219,7 @@ def test_row11_key_and_value_of_different_strides(device: str) -> None:
     q, k, v, grad_out, _ = inputs = case.inputs(device)
     odd = q.as_strided(q.shape, (7, 3, 5, 1))
     strided = Inputs(odd, _heads_first(k), _in_packed(v), grad_out, None)
-    assert_same(oracle.library(case, inputs), oracle.library(case, strided))
+    comparer.assert_same(oracle.library(case, inputs), oracle.library(case, strided))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -294,10 +289,10 @@ def test_row25_and_26_deterministic_flag_ignored(
     inputs = case.inputs(device)
     first = oracle.library(case, inputs, negl_prob, deterministic=True)
     for _ in range(20):
-        assert_same(first, oracle.library(case, inputs, negl_prob, deterministic=True))
-    assert_same(first, oracle.library(case, inputs, negl_prob, deterministic=False))
+        comparer.assert_same(first, oracle.library(case, inputs, negl_prob, deterministic=True))
+    comparer.assert_same(first, oracle.library(case, inputs, negl_prob, deterministic=False))
     torch.use_deterministic_algorithms(True)
-    assert_same(first, oracle.library(case, inputs, negl_prob))
+    comparer.assert_same(first, oracle.library(case, inputs, negl_prob))
 
 
 # ---- Memory safety, overflow, long sequences -----------------------------------------------------
@@ -318,7 +313,7 @@ def test_row29_offsets_beyond_32_bits(dim: int, device: str) -> None:
         strides = [64, 16, 8, 1]
         strides[dim] = huge_stride
         far.append(buffer.as_strided(t.shape, strides, storage_offset=512 * i).copy_(t))
-    assert_same(oracle.library(case, inputs), oracle.library(case, Inputs(*far, None)))
+    comparer.assert_same(oracle.library(case, inputs), oracle.library(case, Inputs(*far, None)))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -331,7 +326,7 @@ def test_row30_odd_storage_offset(dtype: torch.dtype, device: str) -> None:
         return torch.empty(t.numel() + 1, dtype=t.dtype, device=device)[1:].view(t.shape).copy_(t)
 
     aligned = oracle.library(case, inputs, 0.05)
-    assert_same(aligned, oracle.library(case, Inputs(*map(shifted, inputs)), 0.05))
+    comparer.assert_same(aligned, oracle.library(case, Inputs(*map(shifted, inputs)), 0.05))
 
 
 def test_row34_hang_with_window_and_odd_length(device: str) -> None:

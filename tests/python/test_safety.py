@@ -13,6 +13,7 @@ from typing import Any
 import back_lite
 import cases
 import child
+import comparer
 import oracle
 import pytest
 import torch
@@ -23,11 +24,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def assert_same(a: oracle.Results, b: oracle.Results) -> None:
-    for name, x, y in zip(a._fields, a, b, strict=True):
-        assert torch.equal(x, y), f"{name} differs by {float((x - y).abs().max())}"
 
 
 # ---- Threads and processes -----------------------------------------------------------------------
@@ -62,7 +58,7 @@ def test_two_python_threads_at_once(device: str) -> None:
     for expected, results in zip(alone, together, strict=True):
         assert len(results) == 5
         for result in results:
-            assert_same(expected, result)
+            comparer.assert_same(expected, result)
 
 
 @pytest.mark.parametrize("case", cases.SPARSE, ids=cases.ids(cases.SPARSE))
@@ -128,7 +124,7 @@ def test_forked_child_works(device: str) -> None:
     assert process.exitcode == 0
     for name, a, b in zip(expected._fields, expected, results, strict=True):
         assert a.tolist() == b, name
-    assert_same(expected, oracle.library(case, inputs, 0.05))  # the parent still works
+    comparer.assert_same(expected, oracle.library(case, inputs, 0.05))  # the parent still works
 
 
 @linux
