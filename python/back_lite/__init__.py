@@ -8,14 +8,23 @@ except ModuleNotFoundError as error:
     ) from error
 
 from . import ops
+from ._calibrate import calibrate
+from ._calibration import Calibration, Target, load_calibration
+from ._compare import GradientComparison, compare_gradients
 from ._library import version as __version__
 from .attention import BackLite, attention
 from .tiles import mask_tiles, pack_tiles, tile_stats_shape, unpack_tiles
 
 __all__ = [
     "BackLite",
+    "Calibration",
+    "GradientComparison",
+    "Target",
     "__version__",
     "attention",
+    "calibrate",
+    "compare_gradients",
+    "load_calibration",
     "mask_tiles",
     "ops",
     "pack_tiles",

@@ -1,0 +1,127 @@
+"""The command line: ``python -m back_lite calibrate`` and ``python -m back_lite report``."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ._calibrate import Measurement, calibrate, choose
+from ._calibration import PER, Target
+
+_EXAMPLE = Path(__file__).with_name("_example.py")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m back_lite", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "calibrate",
+        help="choose negl_prob from measured gradient errors",
+        description="Chooses the largest negl_prob that meets a target, from the gradients of real "
+        "batches. Interrupted, it keeps what it found, and the same command goes on.",
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="Python file that defines model (a torch.nn.Module), batches (an iterable, of the "
+        "same order at every run) and, unless model(batch) returns the loss, step(model, batch), "
+        "which runs forward and backward",
+    )
+    source.add_argument("--example", action="store_true", help="a small model, trained for it")
+    target = command.add_mutually_exclusive_group(required=True)
+    target.add_argument("--cosine", type=float, help="least cosine of dQ, dK and dV")
+    target.add_argument("--relative-l2", type=float, help="largest relative L2 error of them")
+    command.add_argument("--per", choices=PER, default=PER[0], help="(%(default)s)")
+    command.add_argument(
+        "--out", type=Path, default=Path("calibration.json"), help="file to write (%(default)s)"
+    )
+    return parser.parse_args()
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    target = Target(cosine=args.cosine, relative_l2=args.relative_l2)
+    if not args.out.parent.is_dir():
+        raise ValueError(f"--out {args.out}: accepted is a file in a folder that exists")
+    script = _EXAMPLE if args.example else args.script
+    names = _run_script(script)
+    partial = args.out.with_name(args.out.name + ".partial")
+    if partial.exists():
+        print(f"Going on from {partial}; remove it to start anew", file=sys.stderr)
+    interrupted = False
+    try:
+        found = calibrate(
+            names["model"],
+            _with_bar(names["batches"]),
+            target,
+            args.per,
+            step=names.get("step"),
+            partial=partial,
+        )
+    except KeyboardInterrupt:
+        if not partial.exists():
+            print("Interrupted before the first batch was done: nothing is kept", file=sys.stderr)
+            return 130
+        interrupted = True
+        found = choose(Measurement.load(partial), target, args.per, complete=False)
+    found.save(args.out)
+    print(found)
+    if interrupted:
+        print(f"Interrupted: {args.out} is of the batches so far; the same command goes on")
+        return 130
+    partial.unlink()
+    print(f"Wrote {args.out}; back_lite.load_calibration(model, {str(args.out)!r}) applies it")
+    return 0
+
+
+def _run_script(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"--script {path}: accepted is a Python file")
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python FILE` does
+    names = runpy.run_path(str(path), run_name="__calibrate__")
+    for name in ("model", "batches"):
+        if name not in names:
+            raise ValueError(
+                f"--script {path} defines no {name}: accepted is a file that defines model and "
+                "batches, and step where model(batch) does not return the loss"
+            )
+    return names
+
+
+def _with_bar(batches: Iterable[Any]) -> Iterable[Any]:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        print("No progress bar: it needs tqdm (pip install tqdm)", file=sys.stderr)
+        return batches
+    bar: Iterable[Any] = tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
+    return bar
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it and not, say, the script, whose traceback is wanted."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _EXAMPLE.parent
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    args = _parse()
+    try:
+        return _calibrate(args)
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,593 @@
+"""Calibration: the comparison, the choice, its file, the command line, and what they refuse."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import back_lite
+import pytest
+import torch
+from back_lite import BackLite, Calibration, Target, ops, reference
+from cases import Case
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VALUES = [0.01, 0.03, 0.1, 0.3]
+COMPARED = [
+    Case(300, 300, head_dim=16, num_heads=4, num_key_heads=2, causal=True, topics=True),
+    Case(200, 330, head_dim=16, batch=2, window_size=(100, 50), lse_grad=True, scale=0.3),
+]
+
+
+# ------------------------------------------------------------------------------- comparison
+
+
+def by_hand(case: Case, value: Any) -> dict[str, list[Tensor]]:
+    """Cosine and relative L2 by head of dq, dk, dv, with the reference's gradients."""
+    query, key, value_, grad_out, grad_lse = (
+        None if t is None else t.double() for t in case.inputs()
+    )
+    tensors = query, key, value_
+    _, _, stats = ops.forward(*tensors, **case.options, record=True)
+    live = reference.select(stats, value, **case.lengths, **case.mask)
+    options = {"grad_lse": grad_lse, **case.options}
+    exact = reference.backward(grad_out, *tensors, **options)
+    sparse = reference.backward(grad_out, *tensors, live=live, **options)
+    found: dict[str, list[Tensor]] = {"cosine": [], "relative_l2": []}
+    for e, s in zip(exact, sparse, strict=True):
+        e, s = (t.transpose(1, 2).transpose(0, 1).flatten(1) for t in (e, s))
+        found["cosine"].append(torch.cosine_similarity(e, s, dim=1))
+        found["relative_l2"].append((s - e).norm(dim=1) / e.norm(dim=1))
+    allowed = reference.mask_tiles(**case.lengths, **case.mask)
+    found["density"] = [live.double().sum(dim=(0, 2, 3)) / (case.batch * allowed.sum())]
+    return found
+
+
+def compare(case: Case, values: list[Any]) -> back_lite.GradientComparison:
+    query, key, value, grad_out, grad_lse = (
+        None if t is None else t.double() for t in case.inputs()
+    )
+    options = {"grad_lse": grad_lse, **case.options}
+    return back_lite.compare_gradients(query, key, value, grad_out, values, **options)
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.id)
+def test_comparison_is_that_of_the_reference(case: Case) -> None:
+    found = compare(case, VALUES)
+    for row, value in enumerate(VALUES):
+        truth = by_hand(case, value)
+        for name in ("cosine", "relative_l2"):
+            for mine, true in zip(getattr(found, name), truth[name], strict=True):
+                torch.testing.assert_close(mine[row], true, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.density[row], truth["density"][0])
+        group = case.num_heads // case.num_key_heads
+        dq, dk, dv = truth["relative_l2"]
+        worst = [
+            max(float(dq[h]), float(dk[h // group]), float(dv[h // group]))
+            for h in range(case.num_heads)
+        ]
+        assert found.error[row].tolist() == pytest.approx(worst)
+    assert (found.density < 1.0).any(), "the case skips nothing"
+
+
+def test_each_head_is_compared_alone() -> None:
+    case = Case(300, 300, head_dim=16, causal=True, topics=True)
+    uniform = compare(case, [0.02, 0.2])
+    mixed = compare(case, [[0.02, 0.2]])
+    for name in ("relative_l2", "cosine"):
+        for one, two in zip(getattr(mixed, name), getattr(uniform, name), strict=True):
+            torch.testing.assert_close(one[0], torch.stack([two[0, 0], two[1, 1]]))
+    assert mixed.density[0].tolist() == [uniform.density[0, 0], uniform.density[1, 1]]
+
+
+def test_sums_of_two_calls_are_those_of_both_together() -> None:
+    case = Case(200, 200, head_dim=16, batch=2, causal=True, topics=True)
+    query, key, value, grad_out, _ = case.inputs()
+    both = back_lite.compare_gradients(query, key, value, grad_out, VALUES, causal=True)
+    one, two = (
+        back_lite.compare_gradients(
+            query[b : b + 1], key[b : b + 1], value[b : b + 1], grad_out[b : b + 1], VALUES,
+            causal=True,
+        )
+        for b in range(2)
+    )  # fmt: skip
+    added = one + two
+    torch.testing.assert_close(added.error, both.error)
+    assert torch.equal(added.density, both.density)
+    for mine, true in zip(added.cosine, both.cosine, strict=True):
+        torch.testing.assert_close(mine, true)
+
+
+def test_zero_gradients_have_no_error() -> None:
+    query, key, value, grad_out, _ = Case(130, 130, head_dim=16, topics=True).inputs()
+    found = back_lite.compare_gradients(query, key, value, 0 * grad_out, [0.3])
+    assert found.error.tolist() == [[0.0, 0.0]]
+    assert found.cosine.dq.tolist() == [[1.0, 1.0]]
+
+
+def test_16_bit_gradients_are_summed_in_float64() -> None:
+    query, key, value, grad_out, _ = Case(200, 200, dtype=torch.bfloat16, topics=True).inputs()
+    found = back_lite.compare_gradients(query, key, value, grad_out, VALUES)
+    out, lse, stats = ops.forward(query, key, value, record=True)
+    exact = ops.backward(grad_out, query, key, value, out, lse)
+    bits = ops.select(stats, 0.3, query_length=200, key_length=200)
+    sparse = ops.backward(grad_out, query, key, value, out, lse, bits)
+    for e, s, mine in zip(exact, sparse, found.relative_l2, strict=True):
+        exact_sum = e.double().square().sum(dim=(0, 1, 3))
+        error = ((s.double() - e.double()).square().sum(dim=(0, 1, 3)) / exact_sum).sqrt()
+        torch.testing.assert_close(mine[3], error)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "negl_prob = []"),
+        (0.1, "negl_prob = 0.1"),
+        ([0.1, 1.0], "negl_prob = 1.0"),
+        ([[0.1, 0.1, 0.1]], "3 entries"),
+    ],
+)
+def test_comparison_refuses_values(values: Any, words: str) -> None:
+    query, key, value, grad_out, _ = Case(64, 64, head_dim=16).inputs()
+    with pytest.raises((TypeError, ValueError)) as error:
+        back_lite.compare_gradients(query, key, value, grad_out, values)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["query", "grad_out"])
+def test_comparison_refuses_nan(name: str) -> None:
+    tensors = Case(64, 64, head_dim=16).inputs()._asdict()
+    tensors.pop("grad_lse")
+    tensors[name][0, 3, 0, 2] = math.nan
+    with pytest.raises(ValueError, match=f"^{name} holds NaN"):
+        back_lite.compare_gradients(**tensors, negl_prob=[0.1])
+
+
+# ----------------------------------------------------------------------------------- target
+
+
+def test_target_of_a_cosine_is_a_relative_l2() -> None:
+    assert Target(cosine=0.99).error == pytest.approx(math.sqrt(1 - 0.99**2))
+    assert Target(relative_l2=0.1).error == 0.1
+
+
+@pytest.mark.parametrize("name", ["cosine", "relative_l2"])
+@pytest.mark.parametrize("value", [0, 2, 1.0, -0.1, math.nan, "high", True])
+def test_target_refuses(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name} = "):
+        Target(**{name: value})
+
+
+@pytest.mark.parametrize("given", [{}, {"cosine": 0.9, "relative_l2": 0.1}])
+def test_target_is_one_number(given: dict[str, float]) -> None:
+    with pytest.raises(TypeError, match="exactly one"):
+        Target(**given)
+
+
+# ---------------------------------------------------------------------------------- calibrate
+
+
+class Model(nn.Module):
+    """Two layers of grouped attention over inputs with a structure of tiles."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(64, 8 * 16)
+        self.layers = nn.ModuleList([BackLite(0.25), BackLite([0.0, 0.1, 0.0, 0.2])])
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(()))
+        self.gain = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            heads = self.dropout(self.project(x)).unflatten(-1, (8, 16))
+            query, key, value = heads[:, :, :4], heads[:, :, 4:6], heads[:, :, 6:]
+            x = x + layer(self.gain * 3 * query, key=key, value=value, causal=True).flatten(2)
+        return x.square().mean()
+
+
+def make_batches(count: int = 2) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(1, 400, 64, generator=rng).cumsum(1) * 0.1 for _ in range(count)]
+
+
+def calibrate(model: nn.Module, batches: Any = None, **options: Any) -> Calibration:
+    arguments = {"target": Target(relative_l2=0.15), "values": VALUES, **options}
+    return back_lite.calibrate(model, make_batches() if batches is None else batches, **arguments)
+
+
+def test_chosen_is_the_largest_that_meets_the_target() -> None:
+    """Against errors found another way: as gradients of query, key and value in the model."""
+    model = Model().eval()
+    target = Target(relative_l2=0.15)
+    found = calibrate(model, target=target)
+
+    def gradients(layer_idx: int, value: float) -> list[Tensor]:
+        """(3, heads, elements) of one layer, where all others are exact."""
+        leaves: list[tuple[Tensor, ...]] = []
+        for i, layer in enumerate(model.layers):
+            layer.negl_prob = value if i == layer_idx else 0.0
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = args[0], kwargs["key"], kwargs["value"]
+            for t in tensors:
+                t.retain_grad()
+            leaves.append(tensors)
+
+        handle = model.layers[layer_idx].register_forward_pre_hook(keep, with_kwargs=True)
+        for batch in make_batches():
+            model(batch).backward()
+        handle.remove()
+        grads = [[t.grad for t in tensors] for tensors in leaves]
+        return [
+            torch.cat([g.double().transpose(1, 2).flatten(2)[0] for g in part], dim=1)
+            for part in zip(*grads, strict=True)
+        ]
+
+    for layer_idx, layer in enumerate(found.layers):
+        exact = gradients(layer_idx, 0.0)
+        meets = []
+        for value in VALUES:
+            sparse = gradients(layer_idx, value)
+            dq, dk, dv = (
+                (s - e).norm(dim=1) / e.norm(dim=1) for s, e in zip(sparse, exact, strict=True)
+            )
+            worst = torch.stack([dq, dk.repeat_interleave(2), dv.repeat_interleave(2)]).amax(dim=0)
+            meets.append(worst <= target.error)
+        for head, chosen in enumerate(layer.negl_prob):
+            good = [v for v, ok in zip(VALUES, meets, strict=True) if ok[head]]
+            assert chosen == max(good, default=0.0)
+    chosen = {value for layer in found.layers for value in layer.negl_prob}
+    assert len(chosen) > 1, "all heads alike: the test shows little"
+
+
+def test_groups_share_one_threshold() -> None:
+    model = Model().eval()
+    heads = calibrate(model)
+    errors = [torch.tensor(layer.curves.error()) for layer in heads.layers]  # (V, H) each
+    errors.append(torch.cat(errors, dim=1))
+    for error in errors:
+        rms = error.square().mean(dim=1).sqrt()
+        # Between the mean and the root mean square, which thus are told apart.
+        target = Target(relative_l2=float(error[2].mean() + rms[2]) / 2)
+        layers, whole = (calibrate(model, target=target, per=per) for per in ("layer", "model"))
+        found = [set(layer.negl_prob) for layer in layers.layers]
+        found.append({value for layer in whole.layers for value in layer.negl_prob})
+        for values, other in zip(found, errors, strict=True):
+            other_rms = other.square().mean(dim=1).sqrt().tolist()
+            good = [v for v, e in zip(VALUES, other_rms, strict=True) if e <= target.error]
+            assert values == {max(good, default=0.0)}
+
+
+def test_target_out_of_reach_ends_at_exact_and_says_so() -> None:
+    found = calibrate(Model(), target=Target(relative_l2=1e-6))
+    assert all(value == 0.0 for layer in found.layers for value in layer.negl_prob)
+    assert len(found.exact_heads) == 8
+    assert "8 heads stay exact" in str(found)
+    assert found.skipped == 0.0
+
+
+def test_never_beyond_what_was_measured() -> None:
+    found = calibrate(Model(), target=Target(relative_l2=0.999))
+    assert {value for layer in found.layers for value in layer.negl_prob} == {VALUES[-1]}
+
+
+def test_model_is_left_as_it_was() -> None:
+    model = Model()
+    model.dropout.eval()
+    model(make_batches()[0]).backward()
+    before = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: grad.clone() for name, grad in before.items()}
+    calls, state = model.calls.clone(), torch.random.get_rng_state()
+
+    def step(model: nn.Module, batch: Tensor) -> None:
+        model.train()
+        model(batch).backward()
+
+    calibrate(model, step=step)
+    assert model.layers[0].negl_prob == 0.25
+    assert model.layers[1].negl_prob.tolist() == [0.0, 0.1, 0.0, 0.2]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is before[name]
+        assert torch.equal(parameter.grad, values[name])
+    assert torch.equal(model.calls, calls)
+    assert model.training
+    assert not model.dropout.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.layers[0]._forward_hooks
+
+
+def test_model_is_left_as_it_was_after_an_error() -> None:
+    model = Model()
+
+    def step(model: nn.Module, batch: Tensor) -> None:
+        model(batch).backward()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, step=step)
+    assert model.layers[0].negl_prob == 0.25
+    assert model.project.weight.grad is None
+    assert not model.layers[0]._forward_hooks
+
+
+def test_lse_autocast_and_checkpointing_are_seen() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.project = nn.Linear(64, 3 * 64)
+            self.attention = BackLite()
+
+        def attend(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(x).unflatten(-1, (3, 4, 16)).unbind(2)
+            out, lse = self.attention(3 * q, k, v, window_size=(200, 0), return_softmax_lse=True)
+            return out.float().square().mean() + lse.mean()
+
+        def forward(self, x: Tensor, reentrant: bool | None) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                if reentrant is None:
+                    return self.attend(x)
+                return checkpoint(self.attend, x, use_reentrant=reentrant)
+
+    model = Other()
+    found = []
+    for reentrant in (None, True, False):
+        batches = [(batch.requires_grad_(), reentrant) for batch in make_batches()]
+        found.append(calibrate(model, batches))
+        assert found[-1].layers[0].calls == 2
+    assert found[0].layers[0].relative_l2 == found[1].layers[0].relative_l2
+    assert found[0].layers[0].relative_l2 == found[2].layers[0].relative_l2
+
+
+def test_layer_without_a_gradient_stays_exact() -> None:
+    model = Model()
+    model.unused = BackLite(0.1)
+    found = calibrate(model)
+    assert found.unseen_layers == ["unused"]
+    found.apply(model)
+    assert model.unused.negl_prob == 0.0
+
+
+def nan_step(model: nn.Module, batch: Tensor) -> None:
+    (model(batch) * math.nan).backward()
+
+
+def training_step(model: nn.Module, batch: Tensor) -> None:
+    model(batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.Linear(2, 2), {}, "has no BackLite module"),
+        ("model", {}, "model = str"),
+        (Model(), {"batches": []}, "batches is empty"),
+        (Model(), {"target": 0.1}, "target = 0.1"),
+        (Model(), {"per": "batch"}, "per = 'batch'"),
+        (Model(), {"values": [0.2, 0.1]}, "values = [0.2, 0.1]"),
+        (Model(), {"values": [0.0, 0.1]}, "values = [0.0, 0.1]"),
+        (Model(), {"values": "high"}, "values = 'high'"),
+        (Model(), {"step": nan_step}, "layer 'layers.1': grad_out holds NaN"),
+        (Model(), {"step": training_step}, "step changed the parameter 'project.weight'"),
+        (Model(), {"step": lambda *_: None}, "no gradient reached a BackLite module"),
+        (nn.Sequential(Model(), nn.Identity()), {"batches": [[torch.ones(1, 9, 64)]] * 2}, None),
+        (BackLite(), {"batches": [(torch.ones(1, 9, 2, 8, requires_grad=True),) * 3]}, "shape (1,"),
+    ],
+)
+def test_calibrate_refuses(model: Any, options: dict[str, Any], words: str | None) -> None:
+    options = {"batches": make_batches(1), **options}
+    if words is None:  # a control: this one is accepted
+        assert calibrate(model, **options).layers[0].name == "0.layers.0"
+        return
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        calibrate(model, **options)
+    assert words in str(error.value)
+    assert "accepted" in str(error.value)
+
+
+# ----------------------------------------------------------------------------------- resuming
+
+
+def interrupted_after(count: int) -> Iterator[Tensor]:
+    yield from make_batches(4)[:count]
+    raise KeyboardInterrupt
+
+
+def test_interrupted_and_resumed_is_the_same(tmp_path: Path) -> None:
+    partial = tmp_path / "partial.json"
+    model = Model().eval()
+    seen: list[int] = []
+
+    def step(model: nn.Module, batch: Tensor) -> None:
+        seen.append(1)
+        model(batch).backward()
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, interrupted_after(3), step=step, partial=partial)
+    resumed = calibrate(model, make_batches(4), step=step, partial=partial)
+    assert len(seen) == 4, "batches were run again"
+    assert timeless(resumed) == timeless(calibrate(model, make_batches(4)))
+    assert os.listdir(tmp_path) == ["partial.json"]
+
+
+def timeless(calibration: Calibration) -> list[Any]:
+    return [
+        (layer.negl_prob, layer.relative_l2, layer.density, layer.calls, layer.curves.dv)
+        for layer in calibration.layers
+    ]
+
+
+def test_partial_file_of_other_weights_or_values_is_refused(tmp_path: Path) -> None:
+    partial = tmp_path / "partial.json"
+    calibrate(Model(), partial=partial)
+    with pytest.raises(ValueError, match=r"values = \[0.01"):
+        calibrate(Model(), partial=partial, values=[0.1])
+    other = Model()
+    with torch.no_grad():
+        other.project.weight *= 1.001
+    with pytest.raises(ValueError, match="weights_norm"):
+        calibrate(other, partial=partial)
+    partial.write_text(partial.read_text()[:100])
+    with pytest.raises(ValueError, match="not JSON"):
+        calibrate(Model(), partial=partial)
+
+
+# ----------------------------------------------------------------------------------- the file
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Calibration:
+    return calibrate(Model().eval())
+
+
+def test_saved_and_loaded_is_the_same(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibration.save(path)
+    model = Model()
+    assert back_lite.load_calibration(model, path) == calibration
+    for layer, module in zip(calibration.layers, model.layers, strict=True):
+        assert module.negl_prob.tolist() == layer.negl_prob
+    content = json.loads(path.read_text())
+    assert content["schema_version"] == 1
+    assert content["target"] == {"relative_l2": 0.15}
+    assert max(map(len, path.read_text().splitlines())) < 200, "not for people"
+
+
+def test_tile_map_is_that_of_its_threshold(calibration: Calibration) -> None:
+    tiles = calibration.tile_map
+    assert tiles is not None
+    live, allowed = torch.tensor(tiles.live, dtype=torch.bool), torch.tensor(tiles.allowed)
+    assert torch.equal(allowed.bool(), reference.mask_tiles(400, 400, causal=True))
+    stats = torch.tensor(tiles.probability)
+    lengths = {"query_length": 400, "key_length": 400}
+    expected = reference.select(stats[None, None], tiles.negl_prob, **lengths, causal=True)
+    assert torch.equal(live, expected[0, 0])
+
+
+def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str]:
+    def apply(text: str) -> str:
+        content = json.loads(text)
+        change(content)
+        return json.dumps(content)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-20], "not JSON"),
+        (lambda _: "[]", "schema = 'list'"),
+        (edit(lambda c: c.update(schema="other")), "schema = 'other'"),
+        (edit(lambda c: c.update(schema_version=2)), "schema_version = 2: accepted is 1"),
+        (edit(lambda c: c.pop("layers")), "damaged"),
+        (edit(lambda c: c["layers"][0].update(name="x")), "lacks ['x'] and the calibration lacks"),
+        (edit(lambda c: c["layers"].pop()), "calibration lacks ['layers.1']"),
+        (edit(lambda c: c["layers"][1]["negl_prob"].pop()), "negl_prob has 3 entries"),
+        (edit(lambda c: c["layers"][1]["negl_prob"].__setitem__(2, 1.5)), "negl_prob[2] = 1.5"),
+        (edit(lambda c: c["target"].update(relative_l2=2)), "relative_l2 = 2"),
+    ],
+)
+def test_other_files_are_refused(
+    calibration: Calibration, tmp_path: Path, change: Callable[[str], str], words: str
+) -> None:
+    path = tmp_path / "calibration.json"
+    calibration.save(path)
+    path.write_text(change(path.read_text()))
+    model = Model()
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        back_lite.load_calibration(model, path)
+    assert words in str(error.value)
+    assert str(path) in str(error.value)
+    assert model.layers[0].negl_prob == 0.25, "half applied"
+
+
+def test_another_head_count_is_refused(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibration.save(path)
+    model = Model()
+    model.layers[1] = BackLite()
+    query = torch.zeros(1, 8, 6, 16)
+    model.layers[1](query, query, query)
+    with pytest.raises(ValueError, match=r"'layers.1' has 6 query heads; accepted are the 4"):
+        back_lite.load_calibration(model, path)
+    assert model.layers[0].negl_prob == 0.25, "half applied"
+
+
+def test_full_disk_leaves_the_old_file(
+    calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write: No space left.*calibration.json"):
+        calibration.save(path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["calibration.json"]
+
+
+# ------------------------------------------------------------------------------- command line
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from test_calibration import Model, make_batches, interrupted_after
+model = Model().eval()
+batches = {batches}
+"""
+
+
+def command(tmp_path: Path, batches: str, *more: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), batches=batches))
+    arguments = ["calibrate", "--script", str(script), *more]
+    return subprocess.run(
+        [sys.executable, "-m", "back_lite", *arguments, "--out", str(tmp_path / "found.json")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_command_line_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    target = ("--relative-l2", "0.15", "--per", "layer")
+    first = command(tmp_path, "interrupted_after(1)", *target)
+    assert first.returncode == 130, first.stderr
+    kept = Calibration.load(tmp_path / "found.json")
+    assert (kept.complete, kept.batches) == (False, 1)
+    second = command(tmp_path, "make_batches(2)", *target)
+    assert second.returncode == 0, second.stderr
+    assert "Going on from" in second.stderr
+    found = back_lite.load_calibration(Model(), tmp_path / "found.json")
+    assert (found.complete, found.batches) == (True, 2)
+    assert sorted(os.listdir(tmp_path)) == ["found.json", "script.py"]
+
+
+def test_command_line_says_what_is_wrong(tmp_path: Path) -> None:
+    for batches, more, words in (
+        ("[]", ("--cosine", "0.99"), "error: batches is empty"),
+        ("[]", ("--cosine", "2"), "error: cosine = 2.0"),
+        ("[]; del model", ("--cosine", "0.9"), "defines no model"),
+        ("1 / 0", ("--cosine", "0.9"), "ZeroDivisionError"),
+    ):
+        process = command(tmp_path, batches, *more)
+        assert process.returncode == 1
+        assert words in process.stderr
+        assert os.listdir(tmp_path) == ["script.py"]
