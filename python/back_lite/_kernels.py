@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _thresholds
 from .tiles import grid_shape, tile_bits_shape, words_per_head
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -113,6 +113,8 @@ def attention(
                 query, key, value, negl_prob, scale, causal, window_left, window_right, record
             )
     else:
+        if negl_prob is not None:
+            _thresholds.check_cuda_table(negl_prob, query.shape[2])
         query, key, value = _mappable(query), _mappable(key), _mappable(value)
         if not _library_allocates:
             scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)

@@ -118,6 +118,17 @@ def fixed_point_of_tensor(negl_prob: Tensor) -> Tensor:
     return scaled.floor().nan_to_num(nan=-1.0).to(torch.int64)
 
 
+# How many thresholds the tables on GPUs hold, by address: the library cannot look without waiting.
+_counts: dict[int, int] = {}
+
+
+def check_cuda_table(table: Tensor, num_heads: int) -> None:
+    """Refuse a table on a GPU that holds a wrong number of thresholds; compiled code asks late."""
+    given = _counts.get(table.data_ptr(), 1)
+    if given != 1 and given != num_heads and table.shape[0] == TABLE_SIZE:
+        raise wrong_count(given, num_heads)
+
+
 def fill_table(table: Tensor, thresholds: Thresholds) -> None:
     """Write thresholds into a module's table, int64 ``(TABLE_SIZE,)``, in place.
 
@@ -125,6 +136,8 @@ def fill_table(table: Tensor, thresholds: Thresholds) -> None:
     one threshold for all heads becomes one for each. One for all fills it; one for each leaves -1
     behind the last, by which the library finds a wrong number of them. Nothing waits for a GPU.
     """
+    if table.is_cuda and type(table) is Tensor:
+        _counts[table.data_ptr()] = count(thresholds)
     if isinstance(thresholds, tuple):
         table.fill_(-1)
         table[: len(thresholds)].copy_(fixed_point(thresholds, None), non_blocking=True)

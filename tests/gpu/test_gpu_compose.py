@@ -313,6 +313,20 @@ def test_compiled_module_that_was_not_moved(call_before: bool) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_compiled_code_refuses_a_wrong_number_of_thresholds(moved: bool) -> None:
+    attn = BackLite(0.3).to("cuda" if moved else "cpu")
+    leaves = leaves_of(CASE)
+    attn(*leaves, causal=True)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    compiled(*leaves, causal=True)
+    attn.negl_prob = [0.1, 0.2, 0.3]
+    with pytest.raises(ValueError, match=r"negl_prob has 3 entries.*4 query"):
+        compiled(*leaves, causal=True)
+    attn.negl_prob = [0.1, 0.2, 0.3, 0.4]
+    compiled(*leaves, causal=True)
+
+
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_row42_checkpointing(use_reentrant: bool, negl_prob: float) -> None:
