@@ -22,13 +22,13 @@ int64_t num_items(const Problem& problem, const ForwardConfig& config) {
 }
 
 // Items are about equally long and are worked off in rounds, so the time goes with rounds * rows. A
-// row of a shorter block costs up to a tenth more.
+// row costs a fifth more in a shorter block (0.699 ms for 63 rounds, 0.650 for 47 longer ones).
 bool shorter_blocks_pay(const Problem& problem, int num_multiprocessors) {
   const auto rows_in_turn = [&](const ForwardConfig& config) {
     return static_cast<double>(ceil_div(num_items(problem, config), num_multiprocessors)) *
            config.block_rows();
   };
-  constexpr double kShorterCost = 1.1;
+  constexpr double kShorterCost = 1.25;
   return rows_in_turn(kD64Pair) * kShorterCost < rows_in_turn(kD64);
 }
 
