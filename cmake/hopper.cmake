@@ -23,14 +23,16 @@ macro(backlite_find_cuda)
         set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
       endif()
       find_package(CUDAToolkit)
-      if(CUDAToolkit_FOUND AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL BACKLITE_MIN_CUDA)
+      if(TARGET CUDA::cudart_static
+         AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL BACKLITE_MIN_CUDA)
         set(BACKLITE_HAS_CUDA ON)
       endif()
     endif()
     if(BACKLITE_HAS_CUDA)
       message(STATUS "Hopper kernels: CUDA ${CUDAToolkit_VERSION}")
     elseif(BACKLITE_CUDA STREQUAL "AUTO")
-      message(STATUS "Hopper kernels: not built, for lack of nvcc ${BACKLITE_MIN_CUDA} or newer")
+      message(STATUS "Hopper kernels: not built, for lack of nvcc ${BACKLITE_MIN_CUDA} or newer "
+                     "(with the static runtime library)")
     else()
       message(FATAL_ERROR "BACKLITE_CUDA is ON, but nvcc ${BACKLITE_MIN_CUDA} or newer was not "
                           "found: put it on the PATH, or name it in CUDACXX")
