@@ -589,6 +589,28 @@ void time_sparse(int64_t head_dim, int64_t length, const std::vector<double>& de
   }
 }
 
+// Milliseconds a launch, of many in one graph: without what the host costs.
+template <typename Launch>
+double time_in_graph(const Launch& launch) {
+  constexpr int kLaunches = 50;
+  cudaStream_t stream;
+  REQUIRE(cudaStreamCreate(&stream));
+  Execution execution;
+  execution.stream = stream;
+  REQUIRE(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kLaunches; ++i) launch(execution);
+  cudaGraph_t graph;
+  REQUIRE(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t executable;
+  REQUIRE(cudaGraphInstantiate(&executable, graph, 0));
+  REQUIRE(cudaDeviceSynchronize());
+  const double ms = time_ms(kTiming, [&] { REQUIRE(cudaGraphLaunch(executable, nullptr)); })[0];
+  REQUIRE(cudaGraphExecDestroy(executable));
+  REQUIRE(cudaGraphDestroy(graph));
+  REQUIRE(cudaStreamDestroy(stream));
+  return ms / kLaunches;
+}
+
 void time_select(int64_t batch, int64_t heads, int64_t length) {
   Problem p{.device = Device::kCuda,
             .dtype = DType::kBFloat16,
@@ -610,10 +632,22 @@ void time_select(int64_t batch, int64_t heads, int64_t length) {
   REQUIRE(cudaMemcpy(negl, &value, 8, cudaMemcpyHostToDevice));
   const SelectArgs args{
       .tile_stats = stats, .negl_prob = negl, .num_negl_prob = 1, .tile_bits = bits};
-  const auto ms = time_ms(kTiming, [&] { select_sm90::select(p, args, {}); });
-  std::printf("SELECT B%lld H%lld S%lld: %.4f ms\n", (long long)batch, (long long)heads,
-              (long long)length, ms[0]);
-  for (void* x : {(void*)stats, (void*)negl, (void*)bits}) REQUIRE(cudaFree(x));
+  void* schedule;
+  REQUIRE(cudaMalloc(&schedule, schedule_sm90::schedule_bytes(p)));
+  const auto select = [&](const Execution& e) { select_sm90::select(p, args, e); };
+  const auto plan = [&](const Execution& e) {
+    schedule_sm90::schedule(p, {.tile_bits = bits, .schedule = schedule}, e);
+  };
+  const auto both = [&](const Execution& e) {
+    select(e);
+    plan(e);
+  };
+  const auto ms = time_ms(kTiming, [&] { select({}); }, [&] { plan({}); }, [&] { both({}); });
+  std::printf("SELECT B%lld H%lld S%lld: alone %.4f ms, schedule %.4f, both %.4f; in a graph",
+              (long long)batch, (long long)heads, (long long)length, ms[0], ms[1], ms[2]);
+  std::printf(" %.4f, %.4f, %.4f\n", time_in_graph(select), time_in_graph(plan),
+              time_in_graph(both));
+  for (void* x : {(void*)stats, (void*)negl, (void*)bits, schedule}) REQUIRE(cudaFree(x));
 }
 
 void time_masks(const char* file) {

@@ -6,6 +6,7 @@
 
 #include "backward/config_sm90.h"
 #include "backward/params_sm90.h"
+#include "sm90/dependency.cuh"
 #include "sm90/math.cuh"
 
 namespace backlite::backward_sm90 {
@@ -37,8 +38,8 @@ __device__ __forceinline__ void convert_rows(const float* from, Element* to, int
       packed[q] = sm90::pack<Element>(pair.x * factor, pair.y * factor);
     }
     if (row < num_rows) {
-      *reinterpret_cast<uint4*>(to + row * row_stride + 8 * chunk) =
-          make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      __stcs(reinterpret_cast<uint4*>(to + row * row_stride + 8 * chunk),
+             make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
   }
 }
@@ -46,13 +47,27 @@ __device__ __forceinline__ void convert_rows(const float* from, Element* to, int
 template <int kD, typename Element>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ RowsParams params) {
-  const int64_t block = blockIdx.x;
-  if (block < params.num_tiles) {
+  sm90::wait_for_earlier_kernels();
+  if (blockIdx.x < params.num_tiles) {
+    // From the last to the first: the sums of the last are still in L2.
+    const int64_t block = params.num_tiles - 1 - blockIdx.x;
     const int64_t batch_head = block / params.num_query_tiles;
     const int query = static_cast<int>(block - batch_head * params.num_query_tiles) * kQueries;
     const int64_t batch = batch_head / params.num_query_heads;
     const int64_t head = batch_head - batch * params.num_query_heads;
     const Strides& strides = params.grad_query_strides;
+    if (schedule_sm90::first_stores(*params.schedule, params.num_tiles) &&
+        params.started[block] == 0) {  // no live tile: nobody wrote the sums
+      constexpr int kRowLanes = kD / 8;
+      for (int i = threadIdx.x; i < kQueries * kRowLanes; i += kFinishThreads) {
+        const int row = query + i / kRowLanes;
+        if (row >= params.query_length) break;
+        reinterpret_cast<uint4*>(static_cast<Element*>(params.grad_query) + batch * strides.batch +
+                                 head * strides.head + row * strides.length)[i % kRowLanes] =
+            make_uint4(0, 0, 0, 0);
+      }
+      return;
+    }
     convert_rows<kD, kD / kConsumers>(
         params.grad_query_sums + block * kQueries * kD,
         static_cast<Element*>(params.grad_query) + batch * strides.batch + head * strides.head +
@@ -62,7 +77,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 
   // Part: [slot][dV, dK][consumer], 64 rows each.
-  const int part = static_cast<int>(block - params.num_tiles);
+  const int part = static_cast<int>(blockIdx.x - params.num_tiles);
   const int slot = part / (2 * kConsumers);
   if (slot >= params.schedule->num_slots) return;
   const bool is_key = part / kConsumers % 2 != 0;

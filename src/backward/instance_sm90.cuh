@@ -7,6 +7,7 @@
 #include "backward/instances_sm90.h"
 #include "backward/kernel_sm90.cuh"
 #include "backward/prepare_sm90.cuh"
+#include "sm90/dependency.cuh"
 
 namespace backlite::backward_sm90 {
 
@@ -17,17 +18,16 @@ cudaError_t launch_columns(const Launch& launch, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
   if (error != cudaSuccess) return error;
-  kernel<<<launch.num_blocks, kThreads, kSharedBytes, stream>>>(launch.columns);
-  return cudaGetLastError();
+  return sm90::launch_early(kernel, static_cast<unsigned>(launch.num_blocks), kThreads,
+                            kSharedBytes, stream, launch.columns);
 }
 
 template <typename Config, typename Element>
 cudaError_t launch_instance(const Launch& launch, cudaStream_t stream) {
   constexpr int kD = Config::kConfig.head_dim;
   const auto num_tiles = static_cast<unsigned>(launch.rows.num_tiles);
-  prepare_kernel<kD, Element>
-      <<<num_tiles + kColumnBlocks, kPrepareThreads, 0, stream>>>(launch.rows);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error = sm90::launch_early(prepare_kernel<kD, Element>, num_tiles + kColumnBlocks,
+                                         kPrepareThreads, 0, stream, launch.rows);
   if (error != cudaSuccess) return error;
   if (launch.num_blocks > 0) {
     error = launch.is_dense ? launch_columns<Config, Element, DenseTiles>(launch, stream)
@@ -36,8 +36,8 @@ cudaError_t launch_instance(const Launch& launch, cudaStream_t stream) {
   }
   const unsigned num_blocks = num_tiles + launch.num_parts;
   if (num_blocks == 0) return cudaSuccess;
-  finish_kernel<kD, Element><<<num_blocks, kFinishThreads, 0, stream>>>(launch.rows);
-  return cudaGetLastError();
+  return sm90::launch_early(finish_kernel<kD, Element>, num_blocks, kFinishThreads, 0, stream,
+                            launch.rows);
 }
 
 }  // namespace backlite::backward_sm90

@@ -32,6 +32,7 @@
 #include "common/mask.h"
 #include "sm90/barrier.cuh"
 #include "sm90/bulk.cuh"
+#include "sm90/dependency.cuh"
 #include "sm90/layout.h"
 #include "sm90/math.cuh"
 #include "sm90/tma.cuh"
@@ -106,10 +107,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.found_full[i].init(1);
       shared.found_empty[i].init(1);
     }
-    for (int i = 0; i < kConsumers; ++i) {
-      shared.grad_query_full[i].init(4);
-      shared.grad_query_empty[i].init(1);
-    }
+    shared.grad_query_full.init(kConsumerWarps);
+    shared.grad_query_empty.init(1);
+    for (int i = 0; i < kReduceSlots; ++i) shared.reduce_ready[i].init(1);
     sm90::fence_barrier_init();
   }
   for (int i = threadIdx.x; i < kCoreElements; i += kThreads) {
@@ -124,6 +124,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   sm90::fence_async_proxy();
   __syncthreads();
+  sm90::let_next_kernel_launch();
+  sm90::wait_for_earlier_kernels();
 
   if (warpgroup == kConsumers) {
     sm90::give_registers<kConfig.producer_registers>();
@@ -132,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       find_tiles<TileSource>(params, shared, lane);
     } else if (warp == kLoader) {
       if (lane == 0) load_tiles<Config>(params, shared);
-    } else {
-      if (lane == 0) add_grad_query<Config>(params, shared, warp - kReducer);
+    } else if (warp == kReducer) {
+      if (lane == 0) add_grad_query<Config>(params, shared);
     }
   } else {
     // ---- Consumers -----------------------------------------------------------------------------
@@ -199,11 +201,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int first_key = shared.item[slot.stage].key_tile * kKeys;
       shared.value_full.wait(value_parity);
       const uint32_t key_step = slot.stage * kKeyStep;
-      if (has_stored) {
-        // Their staging is dS's and dQ's.
-        if (thread == 0) sm90::tma_store_wait_read();
-        sm90::named_barrier_sync(kBothConsumers, kBothThreads);
-      }
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) {
         grad_key[i] = 0.0f;
@@ -282,6 +279,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
         const int buffer = stage.stage % 2;
+        if (has_stored) {
+          // dV of the item before leaves through dS's place, dK through that of its K.
+          if (thread == 0) sm90::tma_store_wait_read();
+          sm90::named_barrier_sync(kBothConsumers, kBothThreads);
+          if (lane == 0) shared.key_empty[slot.stage ^ 1].arrive();
+          has_stored = false;
+        }
 #pragma unroll
         for (int k = 0; k < kQueries / kStep; ++k) {
           sm90::store_matrices_transposed(grad_scores_address +
@@ -332,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         // dQ to its warp, beside (6)
         sm90::wgmma_wait<1>();
         sm90::pin(grad_query);
-        shared.grad_query_empty[consumer].wait(grad_query_parity);
+        shared.grad_query_empty.wait(grad_query_parity);
         grad_query_parity ^= 1;
         float* const staging = shared.grad_query[consumer] + thread * 4;
 #pragma unroll
@@ -341,10 +345,9 @@ __global__ void __launch_bounds__(kThreads, 1)
               make_float4(grad_query[4 * j], grad_query[4 * j + 1], grad_query[4 * j + 2],
                           grad_query[4 * j + 3]);
         }
-        if (thread == 0) shared.reduce_tile[consumer] = shared.grad_query_tile[stage.stage];
         sm90::fence_async_proxy();
         __syncwarp();
-        if (lane == 0) shared.grad_query_full[consumer].arrive();
+        if (lane == 0) shared.grad_query_full.arrive();
 
         sm90::wgmma_wait<0>();
         __syncwarp();
@@ -372,12 +375,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         add(grad_key, parts + kConsumers * kFragment);
         __syncwarp();
         if (lane == 0) shared.key_empty[slot.stage].arrive();
-        has_stored = false;
         continue;
       }
-      // The staging is free once both consumers are done with (7) and dQ has been read.
+      // The staging is free once both consumers are done with (7).
       sm90::named_barrier_sync(kBothConsumers, kBothThreads);
-      shared.grad_query_empty[consumer].wait(grad_query_parity);
       const auto stage_rows = [&](const float (&fragment)[kD / 2], float factor, Element* to) {
         const uint32_t address = sm90::shared_address(to);
         const int row = sm90::kWarpRows * warp + sm90::store_row(lane);
@@ -395,33 +396,26 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       stage_rows(grad_value, 1.0f, shared.grad_value[consumer]);
-      stage_rows(grad_key, params.grad_scale, shared.grad_key[consumer]);
+      stage_rows(grad_key, params.grad_scale, shared.grad_key[slot.stage][consumer]);
       sm90::fence_async_proxy();
       sm90::named_barrier_sync(kOneConsumer + consumer, sm90::kWarpgroupThreads);
       if (thread == 0) {
         constexpr int kRowsBlock = sm90::kMmaRows * sm90::kBlockColumns;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          sm90::tma_store(params.grad_value, shared.grad_value[consumer] + b * kRowsBlock,
-                          b * sm90::kBlockColumns, first_key + consumer * sm90::kMmaRows,
-                          item.key_head, item.batch);
-          sm90::tma_store(params.grad_key, shared.grad_key[consumer] + b * kRowsBlock,
-                          b * sm90::kBlockColumns, first_key + consumer * sm90::kMmaRows,
-                          item.key_head, item.batch);
+          const auto store = [&](const CUtensorMap& map, const Element* from) {
+            sm90::tma_store(map, from + b * kRowsBlock, b * sm90::kBlockColumns,
+                            first_key + consumer * sm90::kMmaRows, item.key_head, item.batch,
+                            sm90::evict_first());
+          };
+          store(params.grad_value, shared.grad_value[consumer]);
+          store(params.grad_key, shared.grad_key[slot.stage][consumer]);
         }
         sm90::tma_store_commit();
       }
-      __syncwarp();
-      if (lane == 0) shared.key_empty[slot.stage].arrive();
-      has_stored = true;
+      has_stored = true;  // which keeps the item's slot
     }
-    shared.grad_query_empty[consumer].wait(grad_query_parity);
-    if (thread == 0) {
-      shared.reduce_tile[consumer] = -1;
-      if (has_stored) sm90::tma_store_wait_read();
-    }
-    __syncwarp();
-    if (lane == 0) shared.grad_query_full[consumer].arrive();
+    if (has_stored && thread == 0) sm90::tma_store_wait_read();
   }
 }
 

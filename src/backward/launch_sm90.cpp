@@ -30,12 +30,14 @@ int64_t num_tiles(const Problem& problem) {
 
 struct Workspace {
   int* next_item;
+  uint32_t* started;
   std::byte* row_terms;  // see BackwardParams for the shapes
   float* grad_query;
   float* grad_parts;
 
   Workspace(Carver& carver, const Problem& problem, const ScheduleLayout& schedule) {
     next_item = carver.take<int>(1);
+    started = carver.take<uint32_t>(num_tiles(problem));
     row_terms =
         carver.take<std::byte>(num_tiles(problem) * kQueries * kRowTerms * kCopiedElementBytes);
     grad_query = carver.take<float>(num_tiles(problem) * kQueries * problem.head_dim);
@@ -74,6 +76,7 @@ RowsParams rows_params(const Problem& problem, const BackwardArgs& args, const W
           .slot_columns = schedule.slot_columns,
           .next_item = workspace.next_item,
           .row_terms = workspace.row_terms,
+          .started = workspace.started,
           .grad_query_sums = workspace.grad_query,
           .grad_parts = workspace.grad_parts,
           .query_length = static_cast<int>(problem.query_length),
@@ -111,12 +114,14 @@ BackwardParams columns_params(const Problem& problem, const BackwardArgs& args,
   params.next_item = workspace.next_item;
   params.tile_bits = reinterpret_cast<const uint32_t*>(args.tile_bits);
   params.row_terms = workspace.row_terms;
+  params.started = workspace.started;
   params.grad_query = workspace.grad_query;
   params.grad_parts = workspace.grad_parts;
   params.num_query_heads = static_cast<int>(problem.num_query_heads);
   params.heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads);
   params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
   params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
+  params.num_tiles = num_tiles(problem);
   constexpr double kLog2E = 1.4426950408889634;
   params.scale_log2 = static_cast<float>(safe_scale(problem) * kLog2E);
   params.grad_scale = static_cast<float>(problem.scale);

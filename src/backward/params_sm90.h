@@ -25,6 +25,9 @@ struct Strides {  // of a (batch, length, heads, head_dim) tensor, in elements
   int64_t head;
 };
 
+// The first block to come to a query tile has stored its dQ: the rest may add.
+inline constexpr uint32_t kStored = 1u << 31;
+
 struct BackwardParams {
   CUtensorMap query;       // (B, H, Sq, D), boxes of 64 rows
   CUtensorMap grad_out;    // as query
@@ -38,12 +41,14 @@ struct BackwardParams {
   int* next_item;                        // zero at the start: items taken beyond the first round
   const uint32_t* tile_bits;             // [B, H, Tn, W], nullptr if dense
   const void* row_terms;                 // [B, H, Tm * 64, kRowTerms] of 16 bits
+  uint32_t* started;    // [B, H, Tm]: if first_stores, how many have come; with kStored
   float* grad_query;    // [B, H, Tm][2][D / 16][128][4]: dQ / scale by consumer's fragment
   float* grad_parts;    // [max_slots][dV, dK / scale][2][D / 8][128][4]: split columns, likewise
   int num_query_heads;  // H
   int heads_per_key_head;
   int num_query_tiles;  // Tm
   int num_key_tiles;    // Tn
+  int64_t num_tiles;    // B * H * Tm
   float scale_log2;     // scale * log2(e), not 0
   float grad_scale;     // of dK
   int mask_left;        // the mask's sides, small enough for 32 bits
@@ -65,6 +70,7 @@ struct RowsParams {
   const int32_t* slot_columns;  // [schedule->num_slots]
   int* next_item;
   void* row_terms;
+  uint32_t* started;       // as BackwardParams
   float* grad_query_sums;  // BackwardParams::grad_query
   float* grad_parts;
   int query_length;

@@ -8,6 +8,7 @@
 
 #include "backward/config_sm90.h"
 #include "backward/params_sm90.h"
+#include "sm90/dependency.cuh"
 #include "sm90/math.cuh"
 
 namespace backlite::backward_sm90 {
@@ -41,7 +42,8 @@ template <int kD, typename Element>
 __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
   constexpr int kRowLanes = kD / 8;  // of 16 bytes each
   constexpr int kRowsAtOnce = kPrepareThreads / kRowLanes;
-  const int64_t tile = blockIdx.x;
+  // From the last to the first: what comes last is still in L2 when the columns begin.
+  const int64_t tile = params.num_tiles - 1 - blockIdx.x;
   const int64_t batch_head = tile / params.num_query_tiles;
   const int query_tile = static_cast<int>(tile - batch_head * params.num_query_tiles);
   const int64_t batch = batch_head / params.num_query_heads;
@@ -61,7 +63,7 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
     const bool exists = row < params.query_length;
     float dot = 0.0f;
     if (exists) {
-      const uint4 out = *at(params.out, params.out_strides, row);
+      const uint4 out = __ldcs(at(params.out, params.out_strides, row));  // for the last time
       const uint4 grad_out = *at(params.grad_out, params.grad_out_strides, row);
       const auto add = [&](uint32_t a, uint32_t b) {
         const float2 x = unpack<Element>(a);
@@ -95,6 +97,10 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
     }
   }
 
+  if (schedule_sm90::first_stores(*params.schedule, params.num_tiles)) {
+    if (threadIdx.x == 0) params.started[tile] = 0;
+    return;
+  }
   auto* const sums = reinterpret_cast<float4*>(params.grad_query_sums) + tile * kQueries * kD / 4;
 #pragma unroll
   for (int i = 0; i < kQueries * kD / 4 / kPrepareThreads; ++i) {
@@ -138,6 +144,8 @@ __device__ __forceinline__ void prepare_columns(const RowsParams& params, int bl
 template <int kD, typename Element>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ RowsParams params) {
+  sm90::let_next_kernel_launch();
+  sm90::wait_for_earlier_kernels();
   if (blockIdx.x < params.num_tiles) {
     prepare_query_tile<kD, Element>(params);
   } else {

@@ -9,16 +9,12 @@
 #include "backward/tile_source_sm90.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/bulk.cuh"
+#include "sm90/progress.cuh"
 #include "sm90/tma.cuh"
 
 namespace backlite::backward_sm90 {
 
-enum ProducerWarp : int {
-  kFinder = 0,
-  kLoader = 1,
-  kReducer = 2,  // + consumer
-  kNumProducerWarps = kReducer + kConsumers
-};
+enum ProducerWarp : int { kFinder = 0, kLoader = 1, kReducer = 2, kIdle = 3, kNumProducerWarps };
 static_assert(kNumProducerWarps == 4, "A warpgroup");
 
 // Takes items from the counter and hands their tiles to the loader. A whole warp.
@@ -71,6 +67,8 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
   sm90::Ring<kFoundSlots> found;
   sm90::Ring<kItemSlots> slot;
   sm90::Ring<kConfig.query_stages> stage;
+  sm90::Ring<kReduceSlots> reduce;
+  const uint64_t once = sm90::evict_first();
   uint32_t value_parity = 0;  // V has one stage: its parity flips with every item
   for (;; found.advance()) {
     shared.found_full[found.stage].wait(found.parity);
@@ -84,7 +82,7 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         sm90::tma_load(to + b * kKeys * sm90::kBlockColumns, map, full, b * sm90::kBlockColumns,
-                       tile.key_tile * kKeys, key_head, tile.batch);
+                       tile.key_tile * kKeys, key_head, tile.batch, once);
       }
     };
     const auto load_query_side = [&](Element* to, const CUtensorMap& map, sm90::Barrier& full) {
@@ -116,7 +114,9 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
     sm90::Barrier& full = shared.tile_full[stage.stage];
     shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
     shared.query_tile[stage.stage] = tile.query_tile;
-    shared.grad_query_tile[stage.stage] = global_tile;
+    shared.reduce_tile[reduce.stage] = global_tile;
+    shared.reduce_ready[reduce.stage].arrive();
+    reduce.advance();
     full.arrive_and_expect(2 * kQueryBytes + kRowTermBytes);
     load_query_side(shared.query[stage.stage], params.query, full);
     sm90::bulk_load(shared.row_terms[stage.stage],
@@ -135,22 +135,45 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
   shared.key_empty[slot.stage].wait(slot.parity ^ 1);
   shared.item[slot.stage].num_live = 0;
   shared.key_full[slot.stage].arrive();
+  shared.reduce_tile[reduce.stage] = -1;
+  shared.reduce_ready[reduce.stage].arrive();
 }
 
-// Adds a consumer's columns of dQ to global memory. One thread.
+// Adds dQ to global memory. One thread. If first_stores, the first block to come to a query tile
+// stores instead of adding, so that nobody need write zeros before, and the others wait until that
+// is done. A block asks whether it is the first only when it has dealt with its tile before: so
+// whoever is first stores, and says so, without waiting for anyone. (Two threads with half of dQ
+// each could wait for each other through the consumers, which meet at every tile.)
 template <typename Config, typename Shared>
-__device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared,
-                                               int consumer) {
-  constexpr int kFloats = kQueries * Config::kConfig.grad_query_columns();
-  for (uint32_t parity = 0;; parity ^= 1) {
-    shared.grad_query_full[consumer].wait(parity);
-    const int tile = shared.reduce_tile[consumer];
+__device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared) {
+  constexpr int kFloats = kQueries * Config::kConfig.head_dim;
+  sm90::Ring<kReduceSlots> ready;
+  uint32_t parity = 0;
+  const bool asks = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
+  for (;; ready.advance(), parity ^= 1) {
+    shared.reduce_ready[ready.stage].wait(ready.parity);
+    const int tile = shared.reduce_tile[ready.stage];
     if (tile < 0) break;
-    sm90::bulk_add(
-        params.grad_query + (static_cast<int64_t>(tile) * kConsumers + consumer) * kFloats,
-        shared.grad_query[consumer], kFloats * sizeof(float));
-    sm90::tma_store_wait_read();
-    shared.grad_query_empty[consumer].arrive();
+    uint32_t* const word = params.started + tile;
+    // The answer comes while the tile is at work.
+    const uint32_t started = asks ? sm90::fetch_add(word, 1) : 1 | kStored;
+    float* const to = params.grad_query + static_cast<int64_t>(tile) * kFloats;
+    if (started == 0) {
+      shared.grad_query_full.wait(parity);
+      sm90::bulk_store(to, shared.grad_query, kFloats * sizeof(float));
+      sm90::tma_store_wait_read();
+      shared.grad_query_empty.arrive();
+      sm90::bulk_wait();
+      sm90::fence_async_proxy_global();
+      sm90::set_bits(word, kStored);
+    } else {
+      if ((started & kStored) == 0) sm90::wait_for_bits(word, kStored);
+      if (asks) sm90::fence_async_proxy_global();
+      shared.grad_query_full.wait(parity);
+      sm90::bulk_add(to, shared.grad_query[0], kFloats * sizeof(float));
+      sm90::tma_store_wait_read();
+      shared.grad_query_empty.arrive();
+    }
   }
   sm90::bulk_wait();
 }

@@ -12,7 +12,8 @@
 
 namespace backlite::backward_sm90 {
 
-inline constexpr int kItemSlots = 2;  // an item's K is loaded while the one before is at work
+inline constexpr int kReduceSlots = 4;  // query tiles whose dQ is on its way
+inline constexpr int kItemSlots = 2;    // an item's K is loaded while the one before is at work
 inline constexpr int kCoreElements = sm90::kCoreRows * sm90::kChunkColumns;
 
 // A live tile on its way from the warp that finds it to the one that loads it.
@@ -29,7 +30,7 @@ static_assert(sizeof(FoundTile) == 32, "Moved as two 16-byte words");
 
 // Columns with few live tiles take less time than the memory accesses that find them one by one:
 // the finder runs this many tiles ahead.
-inline constexpr int kFoundSlots = 8;
+inline constexpr int kFoundSlots = 7;
 
 template <typename Config, typename AnyElement>
 struct alignas(sm90::kTileAlignment) SharedMemory {
@@ -50,16 +51,20 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   FoundTile found[kFoundSlots];
 
   schedule_sm90::WorkItem item[kItemSlots];
-  int query_tile[kConfig.query_stages];       // within the head
-  int grad_query_tile[kConfig.query_stages];  // (b * H + h) * Tm + query tile
-  int reduce_tile[kConsumers];                // as grad_query_tile; negative: the end
+  int query_tile[kConfig.query_stages];  // within the head
+  int reduce_tile[kReduceSlots];         // (b * H + h) * Tm + query tile; negative: the end
 
   sm90::Barrier key_full[kItemSlots], key_empty[kItemSlots], value_full, value_empty;
   sm90::Barrier tile_full[kConfig.query_stages], tile_empty[kConfig.query_stages];
-  sm90::Barrier grad_query_full[kConsumers], grad_query_empty[kConsumers];
+  sm90::Barrier grad_query_full, grad_query_empty;
+  sm90::Barrier reduce_ready[kReduceSlots];
   sm90::Barrier found_full[kFoundSlots], found_empty[kFoundSlots];
 
-  alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
+  // After an item's last tile its K makes room for its dK on its way out, each consumer's 64 rows.
+  union {
+    alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
+    Element grad_key[kItemSlots][kConsumers][kTileElements];
+  };
   Element value[kKeys * kConfig.head_dim];
   Element query[kConfig.query_stages][kTileElements];
   Element grad_out[kConfig.query_stages][kTileElements];
@@ -69,11 +74,7 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
     Element grad_scores[2][kQueries * kKeys];
     Element grad_value[kConsumers][kTileElements];
   };
-  // Each consumer's columns of dQ, then its rows of dK.
-  union {
-    float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
-    Element grad_key[kConsumers][kTileElements];
-  };
+  float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];  // its columns of dQ
 };
 
 }  // namespace backlite::backward_sm90

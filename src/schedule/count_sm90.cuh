@@ -6,6 +6,7 @@
 
 #include "common/mask.h"
 #include "schedule/layout_sm90.h"
+#include "sm90/dependency.cuh"
 
 namespace backlite::schedule_sm90 {
 
@@ -25,6 +26,8 @@ __global__ void __launch_bounds__(kCountThreads)
     count_kernel(const __grid_constant__ CountParams params) {
   const int column = blockIdx.x * (kCountThreads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  sm90::let_next_kernel_launch();
+  sm90::wait_for_earlier_kernels();
   if (column >= params.num_columns) return;
   const int batch_key_head = column / params.num_key_tiles;
   const int key_tile = column - batch_key_head * params.num_key_tiles;

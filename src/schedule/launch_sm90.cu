@@ -8,21 +8,24 @@
 #include "schedule/count_sm90.cuh"
 #include "schedule/layout_sm90.h"
 #include "schedule/plan_sm90.cuh"
+#include "sm90/dependency.cuh"
 
 namespace backlite::schedule_sm90 {
 namespace {
 
-// As many key heads as keep Q, dO and the sums of dQ in half of L2 (it is two halves, and what both
-// read is in both). With few columns a block one group: then balance is worth more than L2.
+// Columns are worked off in groups of as many key heads as keep Q, dO and the sums of dQ in a
+// quarter of L2: it is two halves, what both read is in both, and K, V, dK and dV pass through.
+// With few columns a block one group: then balance is worth more than L2.
 int64_t key_heads_in_group(const Problem& problem, int num_blocks) {
   constexpr int64_t kFewColumns = 8;
+  constexpr int64_t kPartOfL2 = 4;
   constexpr int64_t kBytes = 2 + 2 + 4;
   const int64_t key_heads = problem.batch * problem.num_key_heads;
   if (key_heads * num_key_tiles(problem.key_length) <= kFewColumns * num_blocks) return key_heads;
   const int64_t group = problem.num_query_heads / problem.num_key_heads;
   const int64_t head_bytes =
       std::max<int64_t>(group * problem.query_length * problem.head_dim * kBytes, 1);
-  return std::clamp<int64_t>(device_attribute(cudaDevAttrL2CacheSize) / 2 / head_bytes, 1,
+  return std::clamp<int64_t>(device_attribute(cudaDevAttrL2CacheSize) / kPartOfL2 / head_bytes, 1,
                              key_heads);
 }
 
@@ -52,9 +55,10 @@ void schedule(const Problem& problem, const ScheduleArgs& args, const Execution&
       .num_words = static_cast<int>(num_bit_words(problem.query_length)),
       .heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads)};
   constexpr int kColumnsInBlock = kCountThreads / 32;
-  count_kernel<<<static_cast<unsigned>(ceil_div(num_columns, kColumnsInBlock)), kCountThreads, 0,
-                 stream>>>(count);
-  check_cuda(cudaGetLastError(), "the schedule's count");
+  check_cuda(sm90::launch_early(count_kernel,
+                                static_cast<unsigned>(ceil_div(num_columns, kColumnsInBlock)),
+                                kCountThreads, 0, stream, count),
+             "the schedule's count");
 
   const auto columns_in_group =
       static_cast<int>(key_heads_in_group(problem, num_blocks)) * key_tiles;
@@ -64,9 +68,10 @@ void schedule(const Problem& problem, const ScheduleArgs& args, const Execution&
                         .num_key_tiles = key_tiles,
                         .num_key_heads = static_cast<int>(problem.num_key_heads),
                         .num_blocks = num_blocks};
-  plan_kernel<<<static_cast<unsigned>(ceil_div(num_columns, columns_in_group)), kPlanThreads, 0,
-                stream>>>(plan);
-  check_cuda(cudaGetLastError(), "the schedule's plan");
+  check_cuda(sm90::launch_early(plan_kernel,
+                                static_cast<unsigned>(ceil_div(num_columns, columns_in_group)),
+                                kPlanThreads, 0, stream, plan),
+             "the schedule's plan");
 }
 
 }  // namespace backlite::schedule_sm90

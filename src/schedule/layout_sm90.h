@@ -42,6 +42,14 @@ struct Header {
   unsigned long long num_live;  // live tiles altogether
 };
 
+// Where few live tiles meet in a query tile, the first one stores its dQ instead of adding it, and
+// nobody writes zeros before: 20% of the time at 2k, 5% live. To ask who is the first costs more
+// than zeros where many meet: 4% at 8k, 10% live, that is with six.
+BACKLITE_HOST_DEVICE constexpr bool first_stores(const Header& header, int64_t num_query_tiles) {
+  constexpr int64_t kFewAdds = 4;
+  return static_cast<int64_t>(header.num_live) <= kFewAdds * num_query_tiles;
+}
+
 struct ScheduleLayout {
   int64_t num_columns;  // B * Hk * Tn
   int64_t max_slots;    // a split column is longer than the limit: so many fit into the total

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "schedule/layout_sm90.h"
+#include "sm90/dependency.cuh"
 
 namespace backlite::schedule_sm90 {
 
@@ -57,6 +58,8 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int32_t* const live = params.layout.live;
   const int begin = blockIdx.x * params.columns_in_group;
   const int end = min(begin + params.columns_in_group, params.num_columns);
+
+  sm90::wait_for_earlier_kernels();
 
   // (1)
   unsigned long long my_live = 0;

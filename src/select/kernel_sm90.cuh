@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/mask.h"
+#include "sm90/dependency.cuh"
 
 namespace backlite::select_sm90 {
 
@@ -76,6 +77,9 @@ __global__ void __launch_bounds__(kThreads)
     select_kernel(const __grid_constant__ SelectParams params) {
   static_assert(kThreadsPerRow == 32 || kThreadsPerRow == kThreads, "A warp or the block a row");
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
+  sm90::let_next_kernel_launch();
+  sm90::wait_for_earlier_kernels();
+
   extern __shared__ uint32_t column_bits[];  // [Tn] bytes: bit i of byte n is row i, column n
   __shared__ int64_t scratch[2 * kWarps];
   __shared__ int ranks[kWarps];

@@ -6,6 +6,7 @@
 
 #include "common/cuda_device.h"
 #include "select/kernel_sm90.cuh"
+#include "sm90/dependency.cuh"
 
 namespace backlite::select_sm90 {
 namespace {
@@ -51,9 +52,9 @@ void select(const Problem& problem, const SelectArgs& args, const Execution& exe
                       : columns <= 2048 ? select_kernel<kThreads, 8>
                                         : select_kernel<kThreads, 64>;
   const size_t shared_bytes = static_cast<size_t>(ceil_div(columns, 4)) * 4;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes,
-           static_cast<cudaStream_t>(execution.stream)>>>(params);
-  check_cuda(cudaGetLastError(), "select");
+  check_cuda(sm90::launch_early(kernel, static_cast<unsigned>(blocks), kThreads, shared_bytes,
+                                static_cast<cudaStream_t>(execution.stream), params),
+             "select");
 }
 
 }  // namespace backlite::select_sm90

@@ -18,6 +18,15 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
       : "memory");
 }
 
+// The way back. A group of its own.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes)
+      : "memory");
+}
+
 // Adds `bytes` of floats to global memory, element by element. A group of its own.
 __device__ __forceinline__ void bulk_add(float* global, const void* shared, int bytes) {
   asm volatile(

@@ -13,6 +13,24 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// For data that is used once: what stays in L2 is better used for other things.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// As tma_load below, with a policy for L2.
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, Barrier& full,
+                                         int column, int row, int head, int batch,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(full.address()), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+
 // Copies one box of a (batch, head, row, column) tensor to shared memory; its bytes count on
 // `full`. Elements outside the tensor arrive as zero.
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, Barrier& full,
@@ -31,6 +49,15 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* sh
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
           &map),
       "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int column,
+                                          int row, int head, int batch, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(&map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
       : "memory");
 }
 
