@@ -13,7 +13,7 @@
 // Its warpgroups:
 //   consumers  64 keys each for (1) to (6); half of the head dim each for (7)
 //   producer   one warp finds the live tiles, one copies K, V, Q, dO and the row terms to shared
-//              memory, two add a consumer's half of dQ to global memory each: producer_sm90.cuh
+//              memory, one adds dQ to global memory, one is idle: producer_sm90.cuh
 //
 // Float32 operations beside the tensor cores cost them cycles, and loads from shared memory starve
 // there; with LSE and delta through the tensor cores two operations an element are left instead of

@@ -25,7 +25,8 @@ struct Strides {  // of a (batch, length, heads, head_dim) tensor, in elements
   int64_t head;
 };
 
-// The first block to come to a query tile has stored its dQ: the rest may add.
+// In BackwardParams::started: the first block to come to a query tile has stored its dQ, the rest
+// may add.
 inline constexpr uint32_t kStored = 1u << 31;
 
 struct BackwardParams {

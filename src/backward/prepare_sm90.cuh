@@ -1,5 +1,6 @@
 // Before the columns: delta = rowsum(dO * O) - dLSE and the row terms (params_sm90.h), zeros in the
-// sums of dQ and in the parts of split columns, and dK = dV = 0 for columns without a live tile.
+// sums of dQ (or in what says who comes first to each: add_grad_query) and in the parts of split
+// columns, and dK = dV = 0 for columns without a live tile.
 #pragma once
 
 #include <cmath>

@@ -74,7 +74,8 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
     Element grad_scores[2][kQueries * kKeys];
     Element grad_value[kConsumers][kTileElements];
   };
-  float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];  // its columns of dQ
+  // Each consumer's columns of dQ, as they are in global memory.
+  float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
 };
 
 }  // namespace backlite::backward_sm90
