@@ -11,6 +11,7 @@ from . import ops
 from ._calibrate import calibrate
 from ._calibration import Calibration, Target, load_calibration
 from ._compare import GradientComparison, compare_gradients
+from ._controller import Controller
 from ._library import version as __version__
 from .attention import BackLite, attention
 from .tiles import mask_tiles, pack_tiles, tile_stats_shape, unpack_tiles
@@ -18,6 +19,7 @@ from .tiles import mask_tiles, pack_tiles, tile_stats_shape, unpack_tiles
 __all__ = [
     "BackLite",
     "Calibration",
+    "Controller",
     "GradientComparison",
     "Target",
     "__version__",

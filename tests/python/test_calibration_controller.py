@@ -1,0 +1,266 @@
+"""The controller: it finds the target, survives checkpoints and bad steps, and ranks agree."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import back_lite
+import pytest
+import torch
+from back_lite import BackLite, Controller, Target
+from test_calibration import Model
+from torch import Tensor, nn
+
+TARGET = Target(relative_l2=0.1)
+
+
+def draw(step: int, batch: int = 2) -> Tensor:
+    rng = torch.Generator().manual_seed(step)
+    return torch.randn(batch, 400, 64, generator=rng).cumsum(1) * 0.1
+
+
+class Training:
+    """A model that trains, with a controller."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = Model()
+        self.model.dropout.eval()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.records: list[dict[str, Any]] = []
+        arguments = {"target": TARGET, "every": 2, "warmup": 0, "log": self.records.append}
+        self.controller = Controller(self.model, **{**arguments, **options})
+        self.num_steps = 0
+
+    def run(self, num_steps: int) -> Training:
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.model(draw(self.num_steps)).backward()
+            self.optimizer.step()
+            self.controller.step()
+            self.num_steps += 1
+        return self
+
+    @property
+    def thresholds(self) -> list[list[float]]:
+        values = [torch.as_tensor(layer.negl_prob) for layer in self.model.layers]
+        return [value.expand(4).tolist() for value in values]
+
+
+def record_calls(layer: BackLite) -> list[tuple[Tensor, ...]]:
+    """Return a list that receives query, key, value and grad_out of every call."""
+    calls: list[tuple[Tensor, ...]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        tensors = args[0].detach(), kwargs["key"].detach(), kwargs["value"].detach()
+        out.register_hook(lambda grad: calls.append((*tensors, grad)))
+
+    layer.register_forward_hook(keep, with_kwargs=True)
+    return calls
+
+
+def test_it_finds_the_target() -> None:
+    """The geometric mean of its last thresholds, over whole batches: one slice says little."""
+    training = Training().run(40)
+    seen = []
+    for _ in range(40):
+        training.run(1)
+        seen.append(torch.tensor(training.thresholds))
+    training.controller.close()
+    means = torch.stack(seen).log().mean(dim=0).exp().tolist()
+    calls = [record_calls(layer) for layer in training.model.layers]
+    for step in range(40, 80):
+        training.model(draw(step)).backward()
+    errors = []
+    for layer, thresholds in zip(calls, means, strict=True):
+        found = [back_lite.compare_gradients(*call, [thresholds], causal=True) for call in layer]
+        errors.append(sum(found[1:], found[0]).error[0])
+    median = float(torch.cat(errors).median())
+    assert abs(math.log(median / TARGET.error)) < math.log(1.2)
+
+
+def test_each_layer_and_head_has_its_turn() -> None:
+    training = Training(every=6).run(24)
+    seen = [(record["step"], record["layer"], record["heads"]) for record in training.records]
+    assert seen == [
+        (3, "layers.0", [0, 1]),
+        (6, "layers.1", [0, 1]),
+        (9, "layers.0", [2, 3]),
+        (12, "layers.1", [2, 3]),
+        (15, "layers.0", [0, 1]),
+        (18, "layers.1", [0, 1]),
+        (21, "layers.0", [2, 3]),
+        (24, "layers.1", [2, 3]),
+    ]
+
+
+def test_it_measures_what_compare_gradients_does() -> None:
+    """One key head and its query heads, one sequence: as if the model had nothing else."""
+    training = Training(every=2)
+    calls = record_calls(training.model.layers[1])
+    training.run(2)
+    query, key, value, grad_out = calls[1]  # of the second step, in which layer 1 is due
+    found = back_lite.compare_gradients(
+        query[:1, :, :2], key[:1, :, :1], value[:1, :, :1], grad_out[:1, :, :2], [0.01], causal=True
+    )
+    record = training.records[1]
+    assert record["relative_l2"] == pytest.approx(found.error[0].tolist())
+    assert record["density"] == found.density[0].tolist()
+    assert min(record["relative_l2"]) > 0.0
+    for error, chosen in zip(record["relative_l2"], record["negl_prob"], strict=True):
+        factor = min(2.0, (TARGET.error / error) ** 0.5)
+        assert chosen == pytest.approx(0.01 * factor)
+
+
+def test_warmup_is_exact() -> None:
+    training = Training(warmup=5)
+    assert training.thresholds == [[0.0] * 4] * 2
+    training.run(4)
+    assert training.thresholds == [[0.0] * 4] * 2
+    assert len(training.records) == 4
+    training.run(1)
+    assert all(value > 0 for layer in training.thresholds for value in layer)
+
+
+def test_checkpoint_and_resume_is_the_same(tmp_path: Path) -> None:
+    straight = Training(warmup=3).run(9)
+    half = Training(warmup=3).run(5)
+    path = tmp_path / "checkpoint.pt"
+    parts = half.model, half.optimizer, half.controller
+    torch.save([part.state_dict() for part in parts], path)
+    resumed = Training(warmup=3)
+    resumed.num_steps = 5
+    states = torch.load(path, weights_only=True)
+    for part, state in zip(
+        (resumed.model, resumed.optimizer, resumed.controller), states, strict=True
+    ):
+        part.load_state_dict(state)
+    assert resumed.thresholds == half.thresholds
+    resumed.run(4)
+    assert resumed.thresholds == straight.thresholds
+    assert resumed.records == straight.records[5:]
+
+
+def test_bad_steps_change_nothing() -> None:
+    training = Training().run(8)
+    before = training.thresholds
+    (training.model(draw(8)) * math.nan).backward()
+    training.controller.step()
+    assert training.records[-1]["relative_l2"] is None
+    training.controller.step()  # without a backward
+    assert training.records[-1]["relative_l2"] is None
+    with torch.no_grad():
+        training.model(draw(9))
+    training.controller.step()
+    assert training.thresholds == before
+    training.run(2)
+    assert training.records[-1]["relative_l2"] is not None
+
+
+def test_out_of_reach_is_mostly_exact() -> None:
+    """A single tile too many misses the target: two of three measurements skip none."""
+    training = Training(target=Target(relative_l2=1e-7)).run(80)
+    exact = [d == 1.0 for record in training.records[40:] for d in record["density"]]
+    assert sum(exact) >= 0.6 * len(exact)
+    values = [value for layer in training.thresholds for value in layer]
+    assert max(values) < 0.05
+
+
+def test_missed_even_at_the_least_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("back_lite._controller._LEAST", 0.3)
+    training = Training(target=Target(relative_l2=1e-3)).run(12)
+    assert training.thresholds == [[0.0] * 4] * 2
+
+
+def test_closed_it_leaves_the_model_alone() -> None:
+    training = Training().run(2)
+    training.controller.close()
+    before = training.thresholds
+    training.model(draw(3)).backward()
+    assert training.thresholds == before
+    assert not any(layer._forward_hooks for layer in training.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.Linear(2, 2), {}, "has no BackLite module"),
+        (BackLite(), {"target": 0.1}, "target = 0.1"),
+        (BackLite(), {"every": 0}, "every = 0: accepted are ints from 1"),
+        (BackLite(), {"every": 2.5}, "every = 2.5"),
+        (BackLite(), {"warmup": -1}, "warmup = -1: accepted are ints from 0"),
+        (BackLite(), {"log": "file"}, "log = 'file'"),
+    ],
+)
+def test_it_refuses(model: nn.Module, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        Controller(model, **{"target": TARGET, **options})
+    assert words in str(error.value)
+
+
+def test_state_of_another_model_or_version_is_refused() -> None:
+    state = Training().run(2).controller.state_dict()
+    other = BackLite()
+    controller = Controller(other, TARGET)
+    with pytest.raises(ValueError, match=r"state of another model: it has layers \['layers.0'"):
+        controller.load_state_dict(state)
+    with pytest.raises(ValueError, match="version = 9: accepted is 1"):
+        controller.load_state_dict({**state, "version": 9})
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from back_lite import Controller
+from test_calibration_controller import TARGET, Model, draw
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+model = Model()
+model.dropout.eval()
+wrapped = DistributedDataParallel(model)
+controller = Controller(model, TARGET, every=2, warmup=2)
+for step in range(6):
+    loss = wrapped(draw(2 * step + rank, batch=1))
+    if rank == 1 and step == 3:
+        loss = loss * float("nan")  # on one rank alone: the other's measurement counts
+    loss.backward()
+    model.zero_grad()
+    controller.step()
+print([layer.negl_prob.tolist() for layer in model.layers])
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, results, strict=True):
+        assert rank.returncode == 0, errors
+    assert results[0][0] == results[1][0]
+    assert "0.0," not in results[0][0], "a head was never measured"
