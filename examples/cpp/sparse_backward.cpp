@@ -73,7 +73,8 @@ int main() {
   const int64_t negl_prob = backlite::negl_prob_to_fixed(1e-3);
   std::vector<int32_t> bits(kLength / backlite::kKeyTile);  // 16 query tiles fit into one word
   backlite::select(kProblem, {stats.data(), &negl_prob, 1, bits.data()}, execution);
-  backlite::schedule(kProblem, {bits.data(), schedule.data()}, execution);
+  backlite::schedule(kProblem, {bits.data(), schedule.data(), schedule.size() * sizeof(Line)},
+                     execution);
   Numbers grad_query(query.size()), grad_key(key.size()), grad_value(value.size());
   constexpr const void* kNoGradLse = nullptr;
   backlite::backward(

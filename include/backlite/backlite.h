@@ -149,7 +149,8 @@ BACKLITE_API void select(const Problem& problem, const SelectArgs& args,
 
 struct ScheduleArgs {
   const int32_t* tile_bits = nullptr;  // [B, H, Tn, W], or nullptr: every tile the mask allows
-  void* schedule = nullptr;            // schedule_bytes, 64-byte aligned; opaque to the caller
+  void* schedule = nullptr;            // 64-byte aligned; opaque to the caller
+  size_t schedule_bytes = 0;           // how large it is: at least schedule_bytes(problem)
 };
 
 // schedule() needs no workspace beside it.

@@ -302,7 +302,8 @@ def known_heads(module: BackLite) -> int | None:
     kept = module._last_call.kept
     if kept is not None:
         return kept[1][2]
-    return module._num_thresholds if module._num_thresholds > 1 else None
+    _, count = module._host_thresholds
+    return count if count > 1 else None
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

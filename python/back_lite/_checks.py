@@ -183,9 +183,12 @@ def check_scale(scale: float | None) -> float | None:
     if scale is None:
         return None
     if not isinstance(scale, float):
-        if not isinstance(scale, Real):
+        if not isinstance(scale, Real) or isinstance(scale, bool):
             raise TypeError(f"scale = {scale!r}: accepted are finite numbers, and None")
-        scale = float(scale)
+        try:
+            scale = float(scale)
+        except OverflowError:
+            scale = math.inf
     if not abs(scale) < math.inf:  # NaN fails as well
         raise ValueError(f"scale = {scale}: accepted are finite numbers")
     return scale

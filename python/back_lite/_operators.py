@@ -213,6 +213,7 @@ def call_attention(
 
     ``needs_grad`` tells whether gradients are on and one of the three needs one.
     """
+    outputs: Sequence[Tensor]  # not a cast of the results: torch 2.4 does not compile one
     options = (negl_prob, scale, causal, window_left, window_right, record)
     if (
         is_compiling()
@@ -228,10 +229,12 @@ def call_attention(
         or forward_ad._current_level >= 0
         or _is_profiling()
     ):
-        return cast(Sequence[Tensor], attention(query, key, value, *options))
-    if needs_grad:
-        return cast(Sequence[Tensor], _apply_attention(query, key, value, None, options))
-    return _kernels.attention(query, key, value, *options)
+        outputs = attention(query, key, value, *options)
+    elif needs_grad:
+        outputs = _apply_attention(query, key, value, None, options)
+    else:
+        outputs = _kernels.attention(query, key, value, *options)
+    return outputs
 
 
 class _Backward(_SingleLevelFunction):

@@ -34,6 +34,8 @@ def parse(negl_prob: float | Sequence[float] | Tensor) -> Thresholds:
     if isinstance(negl_prob, Real):
         return _checked(negl_prob, "negl_prob")
     if isinstance(negl_prob, Tensor):
+        if negl_prob.is_meta:
+            raise ValueError(f"negl_prob.device = meta: {_ACCEPTED}")
         if negl_prob.dim() > 1:
             raise ValueError(f"negl_prob.shape = {tuple(negl_prob.shape)}: {_ACCEPTED}")
         if negl_prob.dim() == 0:
@@ -139,7 +141,11 @@ def fill_table(table: Tensor, thresholds: Thresholds) -> None:
     if table.is_cuda and type(table) is Tensor:
         _counts[table.data_ptr()] = count(thresholds)
     if isinstance(thresholds, tuple):
-        table.fill_(-1)
-        table[: len(thresholds)].copy_(fixed_point(thresholds, None), non_blocking=True)
+        # In one copy, so that nothing comes between two halves of it.
+        padding = [-1] * (TABLE_SIZE - len(thresholds))
+        fixed = [_fixed(value) for value in thresholds]
+        table.copy_(
+            torch.tensor(fixed + padding, dtype=torch.int64, device="cpu"), non_blocking=True
+        )
     else:
         table.fill_(_fixed(thresholds))

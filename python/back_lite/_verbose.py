@@ -55,12 +55,16 @@ def log_call(
         logger.addHandler(logging.StreamHandler())
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    query_length, key_length = query.shape[1], key.shape[1]
-    mask = mask_tiles(query_length, key_length, causal=causal, window_size=window, device="cpu")
-    mask_density = float(mask.double().mean()) if mask.numel() else 1.0
     parts = [
         f"query {tuple(query.shape)} key {tuple(key.shape)} {query.dtype}".replace("torch.", "")
     ]
+    if not _dispatch.is_readable(query):
+        parts.append("tiles cannot be read inside a transform or with fake tensors")
+        logger.info(" | ".join(parts))
+        return
+    query_length, key_length = query.shape[1], key.shape[1]
+    mask = mask_tiles(query_length, key_length, causal=causal, window_size=window, device="cpu")
+    mask_density = float(mask.double().mean()) if mask.numel() else 1.0
     parts.append(f"mask density {mask_density:.4f} ({int(mask.sum())} of {mask.numel()} tiles)")
     if tile_stats is not None and tile_stats.numel() and bool(mask.any()):
         allowed = tile_stats[..., mask.to(tile_stats.device)]

@@ -279,11 +279,16 @@ class BackLite(nn.Module):
     @negl_prob.setter
     def negl_prob(self, negl_prob: float | Sequence[float] | Tensor) -> None:
         thresholds = _thresholds.parse(negl_prob)
-        self._thresholds: _thresholds.Thresholds = thresholds
-        self._num_thresholds = _thresholds.count(thresholds)
-        self._skips = _thresholds.skips(thresholds)
+        skips = _thresholds.skips(thresholds)
+        with torch.inference_mode(False):
+            fixed = _thresholds.fixed_point(thresholds, torch.device("cpu")) if skips else None
         for table in (self._negl_prob_table, *self._twin_tables.values()):
             _thresholds.fill_table(table, thresholds)
+        self._thresholds: _thresholds.Thresholds = thresholds
+        self._skips = skips
+        # What calls on the CPU read, in one assignment: one that another thread makes meanwhile, or
+        # that an interrupt comes before, sees all of the old thresholds or all of the new.
+        self._host_thresholds = fixed, _thresholds.count(thresholds)
 
     def _table_for(self, query: Tensor) -> Tensor:
         """Return the table of thresholds on the device of ``query``."""
@@ -321,7 +326,8 @@ class BackLite(nn.Module):
         """Live tiles / tiles that the mask allows, in the last call; computed when asked for.
 
         None before the first call; 1.0 if that call recorded nothing. Reads from the device. Calls
-        from compiled code (``torch.compile``) do not count.
+        from compiled code (``torch.compile``) do not count, and after one inside a transform of
+        ``torch.func`` or on fake tensors, whose tiles cannot be read, it is None.
         """
         if self._last_call.kept is None:
             return None
@@ -346,13 +352,19 @@ class BackLite(nn.Module):
         if return_softmax_lse is not True and return_softmax_lse is not False:
             _checks.check_flag("return_softmax_lse", return_softmax_lse)
         is_compiling = _dispatch.is_compiling()
+        if is_compiling:
+            # The count is not a constant of compiled code; there the library compares.
+            thresholds, count = self._table_for(query) if self._skips else None, 1
+        else:
+            thresholds, count = self._host_thresholds
+            if thresholds is not None and not (isinstance(query, Tensor) and query.is_cpu):
+                thresholds = self._table_for(query)
         out, lse, call = _attend(
             query,
             key,
             value,
-            self._table_for(query) if self._skips else None,
-            # Not a constant of compiled code; there the library compares the counts.
-            1 if is_compiling else self._num_thresholds,
+            thresholds,
+            count,
             scale,
             tile_stats,
             causal,
@@ -360,7 +372,7 @@ class BackLite(nn.Module):
             self.deterministic,
         )
         if not is_compiling:  # torch.utils.checkpoint refuses to compile a mutation
-            self._last_call.kept = call
+            self._last_call.kept = call if _dispatch.is_readable(query) else None
         return (out, lse) if return_softmax_lse else out
 
     def extra_repr(self) -> str:

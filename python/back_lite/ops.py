@@ -141,7 +141,7 @@ def backward(
         query, key, value, scale, causal, window_size: as given to :func:`forward`.
         out, lse: as :func:`forward` returned them.
         tile_bits: int32 ``(B, H, Tn, ceil(Tm / 32))``, a set bit for each tile to visit; None is
-            exact. A tile outside the mask must not be set.
+            exact. A bit of a tile outside the mask has no effect.
         grad_lse: gradient of the loss with respect to lse, of its shape and dtype; None is zero.
 
     Returns:

@@ -42,7 +42,8 @@ def visible(
     device: torch.device | None = None,
 ) -> Tensor:
     """Which keys each of the given query rows sees: bool [rows, Sk]."""
-    left, right = window_size
+    # No wider than the problem, so that sums stay in 64 bits.
+    left, right = (min(side, query_length + key_length) for side in window_size)
     shift = key_length - query_length  # the last query is aligned with the last key
     diagonal = torch.arange(query_length, device=device)[rows, None] + shift
     j = torch.arange(key_length, device=device)[None, :]

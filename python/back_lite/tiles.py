@@ -50,9 +50,12 @@ def tile_stats_shape(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
         ``(B, H, Tm, Tn)``.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: an argument does not have four dimensions.
     """
     for name, tensor in (("query", query), ("key", key)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} = {type(tensor).__name__}: accepted are tensors")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name}.shape = {tuple(tensor.shape)}: accepted are four dimensions, "
@@ -84,8 +87,13 @@ def mask_tiles(
         bool ``(Tm, Tn)``.
 
     Raises:
-        TypeError, ValueError: the mask is not one of those above.
+        TypeError, ValueError: a length is not an int from 0, or the mask is not one of those above.
     """
+    for name, length in (("query_length", query_length), ("key_length", key_length)):
+        if not isinstance(length, (int, torch.SymInt)):
+            raise TypeError(f"{name} = {length!r}: accepted are ints from 0")
+        if length < 0:
+            raise ValueError(f"{name} = {length}: accepted are ints from 0")
     check_flag("causal", causal)
     left, right = check_window(window_size)
     unlimited = query_length + key_length

@@ -58,9 +58,8 @@ size_t schedule_bytes(const Problem& problem) {
 }
 
 void schedule(const Problem& problem, const ScheduleArgs& args, const Execution& execution) {
-  check_problem(problem);
   check_num_threads(execution.num_threads);
-  check(args);
+  check(args, schedule_bytes(problem));
   if (is_on_cuda(problem)) return cuda::schedule(problem, args, execution);
   cpu::schedule(problem, args);
 }

@@ -17,8 +17,9 @@ namespace {
 
 // Tile numbers travel as int32 and, in selection, as 23 bits beside a probability.
 constexpr int64_t kMaxLength = (int64_t{1} << 23) * kQueryTile;
-// Numbers of elements and their products with a stride must stay far from 2^63.
 constexpr int64_t kMaxCount = int64_t{1} << 31;
+// Sizes in bytes stay far from 2^63: workspaces hold up to 16 parts of 8 bytes for every element.
+constexpr double kMaxElements = 0x1p50;
 
 std::string text_of(const char* value) { return value; }
 std::string text_of(std::integral auto value) { return std::to_string(value); }
@@ -67,16 +68,30 @@ void check_tensor(const std::string& name, const AnyTensor& tensor, int64_t batc
 }
 
 void check_output(const std::string& name, const Tensor& tensor, int64_t batch, int64_t length,
-                  int64_t head_dim) {
+                  int64_t heads, int64_t head_dim) {
   check_tensor(name, tensor, batch, length, head_dim);
-  if (length > 1 && tensor.length_stride == 0) {
-    refuse(name + ".length_stride", tensor.length_stride, "an output needs its rows apart");
-  }
+  const auto check_apart = [&](const char* stride_name, int64_t stride, int64_t count) {
+    if (count > 1 && stride == 0) {
+      refuse(name + stride_name, stride, "an output needs its rows apart");
+    }
+  };
+  if (batch == 0 || length == 0) return;
+  check_apart(".batch_stride", tensor.batch_stride, batch);
+  check_apart(".length_stride", tensor.length_stride, length);
+  check_apart(".head_stride", tensor.head_stride, heads);
 }
 
 }  // namespace
 
 void check_problem(const Problem& problem) {
+  if (problem.device != Device::kCpu && problem.device != Device::kCuda) {
+    refuse("device", static_cast<int>(problem.device), "accepted are Device::kCpu and kCuda");
+  }
+  if (problem.dtype != DType::kFloat16 && problem.dtype != DType::kBFloat16 &&
+      problem.dtype != DType::kFloat32 && problem.dtype != DType::kFloat64) {
+    refuse("dtype", static_cast<int>(problem.dtype),
+           "accepted are DType::kFloat16, kBFloat16, kFloat32 and kFloat64");
+  }
   check_range("batch", problem.batch, 0, kMaxCount);
   check_range("num_query_heads", problem.num_query_heads, 1, kMaxCount);
   check_range("num_key_heads", problem.num_key_heads, 1, kMaxCount);
@@ -90,8 +105,21 @@ void check_problem(const Problem& problem) {
       problem.head_dim % kHeadDimStep != 0) {
     refuse("head_dim", problem.head_dim, "accepted are multiples of 8 from 8 to 256");
   }
+  const double elements = static_cast<double>(problem.batch) *
+                          static_cast<double>(problem.num_query_heads) *
+                          static_cast<double>(std::max(problem.query_length, problem.key_length)) *
+                          static_cast<double>(problem.head_dim);
+  if (elements > kMaxElements) {
+    refuse("batch * num_query_heads * length * head_dim", elements, "accepted are up to 2^50");
+  }
   if (!std::isfinite(problem.scale)) {
     refuse("scale", problem.scale, "a finite number is needed");
+  }
+  if (problem.dtype != DType::kFloat64 && problem.scale != 0.0 &&
+      !std::isnormal(static_cast<float>(problem.scale))) {
+    refuse("scale", problem.scale,
+           "accepted are 0 and what float32, in which it multiplies, holds as a normal number: "
+           "1.2e-38 to 3.4e38 in size");
   }
   if (problem.window_left < -1) {
     refuse("window_left", problem.window_left, "accepted are -1 (unlimited) and larger");
@@ -107,7 +135,7 @@ void check(const Problem& problem, const ForwardArgs& args) {
   check_tensor("query", args.query, p.batch, p.query_length, p.head_dim);
   check_tensor("key", args.key, p.batch, p.key_length, p.head_dim);
   check_tensor("value", args.value, p.batch, p.key_length, p.head_dim);
-  check_output("out", args.out, p.batch, p.query_length, p.head_dim);
+  check_output("out", args.out, p.batch, p.query_length, p.num_query_heads, p.head_dim);
   check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
 }
 
@@ -131,7 +159,13 @@ void check(const Problem& problem, const SelectArgs& args) {
   }
 }
 
-void check(const ScheduleArgs& args) { check_aligned("schedule", args.schedule, true); }
+void check(const ScheduleArgs& args, size_t needed_bytes) {
+  check_aligned("schedule", args.schedule, true);
+  if (args.schedule_bytes < needed_bytes) {
+    refuse("schedule_bytes", args.schedule_bytes,
+           "at least " + std::to_string(needed_bytes) + " are needed");
+  }
+}
 
 void check(const Problem& problem, const BackwardArgs& args) {
   const Problem& p = problem;
@@ -142,9 +176,10 @@ void check(const Problem& problem, const BackwardArgs& args) {
   check_tensor("grad_out", args.grad_out, p.batch, p.query_length, p.head_dim);
   check_pointer("lse", args.lse, p.batch > 0 && p.query_length > 0);
   check_aligned("schedule", args.schedule, true);
-  check_output("grad_query", args.grad_query, p.batch, p.query_length, p.head_dim);
-  check_output("grad_key", args.grad_key, p.batch, p.key_length, p.head_dim);
-  check_output("grad_value", args.grad_value, p.batch, p.key_length, p.head_dim);
+  check_output("grad_query", args.grad_query, p.batch, p.query_length, p.num_query_heads,
+               p.head_dim);
+  check_output("grad_key", args.grad_key, p.batch, p.key_length, p.num_key_heads, p.head_dim);
+  check_output("grad_value", args.grad_value, p.batch, p.key_length, p.num_key_heads, p.head_dim);
 }
 
 void check_negl_prob(double negl_prob) {

@@ -164,7 +164,8 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
     require_dense(grad_lse, "grad_lse", query, lse_dtype(p), {p.batch, hq, sq});
     if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), query, p);
     Scratch scratch(scratch_tensor, query, backward_bytes(p, static_cast<int>(num_threads)));
-    void* const schedule = scratch.take(backlite::schedule_bytes(p));
+    const size_t schedule_bytes = backlite::schedule_bytes(p);
+    void* const schedule = scratch.take(schedule_bytes);
     const backlite::BackwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, sq, hq),
         .key = view_of<ConstTensor>(key, "key", query, sk, hk),
@@ -180,7 +181,9 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
         .grad_value = view_of<backlite::Tensor>(grad_value, "grad_value", query, sk, hk)};
     const size_t bytes = backlite::backward_workspace_bytes(p, static_cast<int>(num_threads));
     const backlite::Execution execution = execution_on(query, scratch, bytes, num_threads);
-    backlite::schedule(p, {.tile_bits = args.tile_bits, .schedule = schedule}, execution);
+    backlite::schedule(
+        p, {.tile_bits = args.tile_bits, .schedule = schedule, .schedule_bytes = schedule_bytes},
+        execution);
     backlite::backward(p, args, execution);
   });
 }

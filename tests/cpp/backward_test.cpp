@@ -207,7 +207,9 @@ BOOST_AUTO_TEST_CASE(empty_tensors_may_be_null) {
     Stages stages({.batch = batch, .query_length = query_length, .key_length = key_length});
     stages.run_forward(false);
     Bytes plan(schedule_bytes(stages.problem));
-    backlite::schedule(stages.problem, {.schedule = plan.data()}, {});
+    backlite::schedule(stages.problem,
+                       {.schedule = plan.data(), .schedule_bytes = schedule_bytes(stages.problem)},
+                       {});
     BackwardArgs args = stages.backward_args(false, nullptr, plan.data());
     const bool no_query = batch * query_length == 0, no_key = batch * key_length == 0;
     if (no_query) {

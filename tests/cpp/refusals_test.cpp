@@ -29,7 +29,7 @@ struct Call {
                        .negl_prob = negl_prob.data(),
                        .num_negl_prob = 1,
                        .tile_bits = stages.tile_bits.data()};
-  ScheduleArgs schedule = {.schedule = plan.data()};
+  ScheduleArgs schedule = {.schedule = plan.data(), .schedule_bytes = plan.size() - 64};
   BackwardArgs backward = stages.backward_args(true, nullptr, plan.data());
 
   void run_forward() { backlite::forward(problem, forward, execution); }
@@ -84,8 +84,19 @@ std::vector<Refusal> problem_refusals() {
       {"head_dim = -8", "multiples of 8 from 8 to 256", with(&Problem::head_dim, -8)},
       {"scale = nan", "finite", with(&Problem::scale, kNaN)},
       {"scale = -inf", "finite", with(&Problem::scale, -INFINITY)},
+      {"scale = 1e+39", "float32", with(&Problem::scale, 1e39)},
+      {"scale = -1e-40", "float32", with(&Problem::scale, -1e-40)},
       {"window_left = -2", "-1 (unlimited)", with(&Problem::window_left, -2)},
       {"window_right = -5", "-1 (unlimited)", with(&Problem::window_right, -5)},
+      {"dtype = 7", "kBFloat16", with(&Problem::dtype, static_cast<DType>(7))},
+      {"device = 7", "kCpu", with(&Problem::device, static_cast<Device>(7))},
+      {"batch * num_query_heads * length * head_dim = 9223372036854775808", "up to 2^50",
+       [](Call& c) {
+         c.problem.batch = int64_t{1} << 30;
+         c.problem.num_query_heads = int64_t{1} << 3;
+         c.problem.query_length = int64_t{1} << 25;
+         c.problem.head_dim = 32;
+       }},
   };
 }
 
@@ -140,6 +151,7 @@ std::vector<Refusal> select_refusals() {
 std::vector<Refusal> schedule_refusals() {
   return {
       {"schedule = nullptr", "needed", [](Call& c) { c.schedule.schedule = nullptr; }},
+      {"schedule_bytes = 0", "at least", [](Call& c) { c.schedule.schedule_bytes = 0; }},
   };
 }
 
@@ -163,6 +175,8 @@ std::vector<Refusal> backward_refusals() {
        [](Call& c) { c.backward.grad_query.length_stride = 0; }},
       {"grad_key.length_stride = 0", "rows apart",
        [](Call& c) { c.backward.grad_key.length_stride = 0; }},
+      {"grad_key.head_stride = 0", "rows apart",
+       [](Call& c) { c.backward.grad_key.head_stride = 0; }},
   };
 }
 

@@ -35,9 +35,11 @@ void check_schedule(const Case& c, double density) {
   }
 
   Bytes plan(schedule_bytes(p));
-  schedule(
-      p, {.tile_bits = density >= 1.0 ? nullptr : stages.tile_bits.data(), .schedule = plan.data()},
-      {});
+  schedule(p,
+           {.tile_bits = density >= 1.0 ? nullptr : stages.tile_bits.data(),
+            .schedule = plan.data(),
+            .schedule_bytes = schedule_bytes(p)},
+           {});
   const cpu::ScheduleLayout layout(p, plan.data());
 
   std::vector<int32_t> lanes(layout.lane_order, layout.lane_order + layout.num_lanes);

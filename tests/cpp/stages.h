@@ -129,8 +129,10 @@ struct Stages {
     // An empty vector has a null data(), which means dense: the same thing, where no tile exists.
     const int32_t* const bits = sparse ? tile_bits.data() : nullptr;
     Bytes plan(schedule_bytes(problem), options.workspace_fill);
-    schedule(problem, {.tile_bits = bits, .schedule = plan.data()},
-             {.num_threads = options.num_threads});
+    schedule(
+        problem,
+        {.tile_bits = bits, .schedule = plan.data(), .schedule_bytes = schedule_bytes(problem)},
+        {.num_threads = options.num_threads});
     require(plan.guard_is_untouched(), "written past the end of the schedule");
 
     const Workspace workspace(backward_workspace_bytes(problem, options.num_threads), options);

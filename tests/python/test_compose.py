@@ -9,10 +9,12 @@ import copy
 import io
 import logging
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import back_lite
 import cases
 import comparer
 import oracle
@@ -22,11 +24,17 @@ from back_lite import BackLite, attention, ops
 from cases import Case
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 CASE = Case(200, 300, num_heads=4, num_key_heads=2, topics=True, lse_grad=True, causal=True)
+
+needs_operators = pytest.mark.skipif(
+    not hasattr(torch.library, "register_fake"),
+    reason="torch before 2.4: eager mode alone, without operators",
+)
 
 
 def leaves_of(case: Case, device: str) -> list[Tensor]:
@@ -76,6 +84,7 @@ def make_block(negl_prob: Any = 0.0) -> tuple[Block, Tensor]:
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@needs_operators
 def test_row38_compiled_training_step(negl_prob: float) -> None:
     """No graph break, and what eager computes."""
     block, x = make_block(negl_prob)
@@ -85,6 +94,7 @@ def test_row38_compiled_training_step(negl_prob: float) -> None:
 
 
 @pytest.mark.needs_compiler
+@needs_operators
 def test_row38_inductor() -> None:
     block, x = make_block(0.3)
     compiled = torch.compile(block, fullgraph=True)
@@ -92,6 +102,7 @@ def test_row38_inductor() -> None:
         torch.testing.assert_close(a, b)
 
 
+@needs_operators
 def test_row38_compiled_function_and_stages(device: str) -> None:
     inputs = CASE.inputs(device)
 
@@ -115,6 +126,7 @@ def test_row38_compiled_function_and_stages(device: str) -> None:
         assert torch.equal(b, c)
 
 
+@needs_operators
 def test_row38_density_of_compiled_calls(device: str) -> None:
     """Documented: they do not count, and leave what the last eager call told."""
     attn = BackLite(0.3)
@@ -128,6 +140,7 @@ def test_row38_density_of_compiled_calls(device: str) -> None:
     assert attn.last_density == eager
 
 
+@needs_operators
 def test_row40_no_recompile_when_negl_prob_changes() -> None:
     """Scalar or per head, any number of times; only between zero and non-zero."""
     block, x = make_block(0.1)
@@ -150,6 +163,7 @@ def test_row40_no_recompile_when_negl_prob_changes() -> None:
     assert counter.frame_count == 2
 
 
+@needs_operators
 def test_row40_no_recompile_per_length() -> None:
     block, _ = make_block(0.3)
     counter = CompileCounterWithBackend("aot_eager")
@@ -170,6 +184,7 @@ def test_row40_no_recompile_per_length() -> None:
     assert counter.frame_count == 1
 
 
+@needs_operators
 def test_row40_no_recompile_per_key_length(device: str) -> None:
     """Sq and Sk on their own, as in prefilling a cache."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -206,6 +221,7 @@ class _CalledFunctions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("listener", [_DispatchedOperators, _CalledFunctions])
+@needs_operators
 def test_who_listens_hears_the_operator(listener: Any, device: str) -> None:
     """Calls skip the dispatcher only where nobody would notice."""
     with listener() as heard:
@@ -213,12 +229,14 @@ def test_who_listens_hears_the_operator(listener: Any, device: str) -> None:
     assert "back_lite.attention.default" in heard.names
 
 
+@needs_operators
 def test_a_profile_names_the_operator(device: str) -> None:
     with torch.profiler.profile() as profile:
         attention(*leaves_of(CASE, device), 0.05)
     assert "back_lite::attention" in {event.key for event in profile.key_averages()}
 
 
+@needs_operators
 def test_a_call_below_autograd_builds_no_graph(device: str) -> None:
     with torch._C._AutoDispatchBelowAutograd():
         assert attention(*leaves_of(CASE, device), 0.05).grad_fn is None
@@ -236,6 +254,7 @@ def test_row42_checkpointing_is_bitwise(use_reentrant: bool, negl_prob: float) -
         assert torch.equal(a, b)
 
 
+@needs_operators
 def test_row42_checkpointing_compiled() -> None:
     block, x = make_block(0.3)
 
@@ -248,6 +267,7 @@ def test_row42_checkpointing_compiled() -> None:
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@needs_operators
 def test_row42_selective_checkpointing_saves_the_attention(negl_prob: float) -> None:
     """A policy can keep the operator's outputs, bits included, and recompute the rest."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -292,6 +312,7 @@ def test_row43_double_backward_is_refused(negl_prob: float, device: str) -> None
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@needs_operators
 def test_row44_func_grad(negl_prob: float, device: str) -> None:
     leaves = leaves_of(CASE, device)
 
@@ -342,6 +363,7 @@ OPCHECK_CASES = [
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=cases.ids(OPCHECK_CASES))
+@needs_operators
 def test_row39_opcheck_of_every_operator(case: Case, device: str) -> None:
     """Schema, fake against real (shapes, strides, dtypes), autograd registration, AOT dispatch."""
     operators = torch.ops.back_lite
@@ -368,6 +390,7 @@ def test_row39_opcheck_of_every_operator(case: Case, device: str) -> None:
             torch.library.opcheck(operators.backward.default, arguments)
 
 
+@needs_operators
 def test_every_operator_is_checked() -> None:
     names = torch._C._dispatch_get_all_op_names()
     assert {n.split("::")[1] for n in names if n.startswith("back_lite::")} == {
@@ -417,6 +440,7 @@ def test_row45_autocast_leaves_float64_alone(device: str) -> None:
         assert attention(*tensors).dtype == torch.float64
 
 
+@needs_operators
 def test_row45_autocast_compiled(device: str) -> None:
     """Attention itself casts: no layer before it has."""
     attn = BackLite(0.3)
@@ -531,6 +555,7 @@ def test_calls_before_their_backwards_keep_their_own_tiles(device: str) -> None:
             assert torch.equal(a, b)
 
 
+@needs_operators
 def test_compiled_results_meet_the_bound(device: str) -> None:
     case = Case(300, 700, topics=True, causal=True, lse_grad=True, dtype=torch.bfloat16)
     inputs = case.inputs(device)
@@ -541,3 +566,76 @@ def test_compiled_results_meet_the_bound(device: str) -> None:
     grads = torch.autograd.grad([out, lse], leaves, [inputs.grad_out, inputs.grad_lse])
     got = oracle.Results(out.detach(), lse.detach(), *grads)
     comparer.check_results(case, inputs, got, live=live)
+
+
+# ---- changes of negl_prob that meet a call -----------------------------------------------------
+
+
+def test_negl_prob_set_by_another_thread_is_never_torn(device: str) -> None:
+    """A call sees all of the old thresholds or all of the new."""
+    case = Case(200, 300, num_heads=4, topics=True)
+    leaves = leaves_of(case, device)
+
+    def gradient(out: Tensor) -> Tensor:
+        return torch.autograd.grad(out.sum(), leaves[0])[0]
+
+    settings = ([0.05] * 4, [0.5] * 4, 0.2)
+    expected = [gradient(attention(*leaves, setting)) for setting in settings]
+    module = BackLite(settings[0])
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            for setting in settings:
+                module.negl_prob = setting
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(200):
+            actual = gradient(module(*leaves))
+            assert any(torch.equal(actual, one) for one in expected)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_interrupted_change_of_negl_prob_leaves_the_module_sound(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = leaves_of(Case(200, 300, num_heads=4), device)
+    module = BackLite([0.05] * 4)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(back_lite._thresholds, "fill_table", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            module.negl_prob = [0.5] * 4
+    assert module.negl_prob.tolist() == [0.05] * 4
+    module(*leaves)
+
+
+# ---- where the tiles cannot be read ------------------------------------------------------------
+
+
+@needs_operators
+def test_verbose_and_density_under_transforms(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    """Logging does not make a call fail, and nothing is said that is not known."""
+    monkeypatch.setenv("BACK_LITE_VERBOSE", "1")
+    caplog.set_level(logging.INFO, logger="back_lite")
+    module = BackLite(0.3)
+    query, key, value = (t.detach() for t in leaves_of(CASE, device))
+
+    def loss(x: Tensor) -> Tensor:
+        return module(x, key, value, causal=True).sum()
+
+    torch.vmap(torch.func.grad(loss))(torch.stack([query, query]))
+    assert module.last_density is None
+    with FakeTensorMode():
+        fake = torch.empty(1, 100, 2, 8, device=device, requires_grad=True)
+        attention(fake, fake, fake, 0.1)
+    assert sum("cannot be read" in record.message for record in caplog.records) == 2
