@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ._calibrate import Measurement, calibrate, choose
-from ._calibration import PER, Target
+from ._calibration import PER, Calibration, Target
 
 _EXAMPLE = Path(__file__).with_name("_example.py")
 
@@ -40,6 +40,21 @@ def _parse() -> argparse.Namespace:
     command.add_argument("--per", choices=PER, default=PER[0], help="(%(default)s)")
     command.add_argument(
         "--out", type=Path, default=Path("calibration.json"), help="file to write (%(default)s)"
+    )
+    command = commands.add_parser(
+        "report",
+        help="draw what a calibration found",
+        description="Writes one HTML page, which needs no network, and its pictures as PNG files.",
+    )
+    command.add_argument(
+        "calibration",
+        type=Path,
+        nargs="?",
+        default=Path("calibration.json"),
+        help="file that calibrate wrote (%(default)s)",
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("report"), help="folder to write into (%(default)s)"
     )
     return parser.parse_args()
 
@@ -79,6 +94,20 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _report(args: argparse.Namespace) -> int:
+    calibration = Calibration.load(args.calibration)
+    try:
+        from ._report import write_report
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        print("error: the report needs matplotlib (pip install matplotlib)", file=sys.stderr)
+        return 1
+    for path in write_report(calibration, args.out):
+        print(path)
+    return 0
+
+
 def _run_script(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--script {path}: accepted is a Python file")
@@ -115,7 +144,7 @@ def main() -> int:
     """Run the command line; return the exit status."""
     args = _parse()
     try:
-        return _calibrate(args)
+        return _calibrate(args) if args.command == "calibrate" else _report(args)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         if not _is_ours(error):
             raise

@@ -306,8 +306,8 @@ def known_heads(module: BackLite) -> int | None:
     return count if count > 1 else None
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file under another name and rename it.
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file under another name and rename it; text in UTF-8.
 
     Raises:
         OSError: names the path.
@@ -316,10 +316,10 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+            dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
@@ -345,6 +345,8 @@ def read_json(path: str | os.PathLike[str], schema: str, version: int) -> Mappin
     name = os.fspath(path)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(error.errno, f"cannot read: {error.strerror}", name) from error
     except ValueError as error:
         raise ValueError(f"{name}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != schema:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -591,3 +593,70 @@ def test_command_line_says_what_is_wrong(tmp_path: Path) -> None:
         assert process.returncode == 1
         assert words in process.stderr
         assert os.listdir(tmp_path) == ["script.py"]
+
+
+# ------------------------------------------------------------------------------------- report
+
+
+def report(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "back_lite", "report", "found.json", "--out", "report"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_report_is_one_page_without_network(calibration: Calibration, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    calibration.save(tmp_path / "found.json")
+    process = report(tmp_path)
+    assert process.returncode == 0, process.stderr
+    pictures = ["density.png", "error.png", "tiles.png", "time.png"]
+    assert sorted(os.listdir(tmp_path / "report")) == sorted([*pictures, "report.html"])
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert page.count("<img ") == page.count('src="data:image/png;base64,') == len(pictures)
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)|url\(|@import|<script", page)
+    for target in re.findall(r'href="#(\w+)"', page):
+        assert f'id="{target}"' in page
+    for layer in calibration.layers:
+        values = " ".join(f"{value:g}" if value else "exact" for value in layer.negl_prob)
+        assert f"<td>{values}</td>" in page
+
+
+def test_report_expects_a_time_between_those_measured(calibration: Calibration) -> None:
+    pytest.importorskip("matplotlib")
+    from back_lite._report import expected_seconds
+
+    layer = calibration.layers[0]
+    curves = dataclasses.replace(
+        layer.curves,
+        density=[[0.8] * 4, [0.6] * 4, [0.4] * 4, [0.2] * 4],
+        seconds=[8.0, 6.0, 4.0, 2.0],
+        exact_seconds=11.0,
+    )
+    layer = dataclasses.replace(
+        layer, curves=curves, negl_prob=[0.1, 0.1, 0.3, 0.3], density=[0.4, 0.6, 0.4, 0.6]
+    )
+    assert expected_seconds(layer) == pytest.approx(5.0)
+    exact = dataclasses.replace(layer, negl_prob=[0.0] * 4, density=[1.0] * 4)
+    assert expected_seconds(exact) == 11.0
+
+
+def test_report_says_what_is_wrong(calibration: Calibration, tmp_path: Path) -> None:
+    assert "error: [Errno 2] cannot read: No such file" in report(tmp_path).stderr
+    calibration.save(tmp_path / "found.json")
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    process = report(tmp_path, PYTHONPATH=str(hidden.parent))
+    assert (process.returncode, process.stderr) == (
+        1,
+        "error: the report needs matplotlib (pip install matplotlib)\n",
+    )
+    (tmp_path / "found.json").write_text("{}")
+    assert "schema = None: accepted is" in report(tmp_path).stderr
+    assert sorted(os.listdir(tmp_path)) == ["found.json", "hidden"]
