@@ -1,0 +1,116 @@
+"""Calibrates the demo's language model and looks at text that the calibration has not seen.
+
+    python -m examples.calibrate_lm --steps 100
+
+Trains the demo's model with exact gradients (once: it is kept in --out), chooses thresholds for two
+targets on training text, and measures them on other text, against the best single threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import back_lite
+import torch
+from back_lite import Calibration, Target
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.machine import describe
+from examples.train_lm.__main__ import LanguageModel, Run, load_text, windows
+
+TARGETS = (Target(cosine=0.99), Target(relative_l2=0.1))
+LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
+WITHIN = 1.2  # of the target, on unseen text
+MOST = 0.95  # of the heads
+
+
+def draw(text: Tensor, count: int, context: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - context - 1, (count, 1), generator=generator)
+    return [windows(text, start, context, "cpu") for start in starts]
+
+
+def trained_model(args: argparse.Namespace, text: Tensor) -> LanguageModel:
+    path = args.out / f"model_{args.steps}_{args.context}_{args.seed}.pt"
+    run = Run(0.0, args.seed, "cpu")
+    if path.exists():
+        run.model.load_state_dict(torch.load(path, weights_only=True))
+        return run.model
+    batches = draw(text, args.steps, args.context, args.seed)
+    for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
+        run.step(batch, LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS))
+    torch.save(run.model.state_dict(), path)
+    return run.model
+
+
+def by_head(calibration: Calibration, what: str) -> Tensor:
+    """A curve of all heads: (values, heads of all layers)."""
+    curves = [layer.curves for layer in calibration.layers]
+    assert all(curves)
+    rows = [c.error() if what == "error" else c.density for c in curves if c is not None]
+    return torch.cat([torch.tensor(layer, dtype=torch.float64) for layer in rows], dim=1)
+
+
+def judge(target: Target, chosen: Calibration, unseen: Calibration) -> dict[str, Any]:
+    """The chosen thresholds on unseen text, and every single threshold."""
+    errors, density = by_head(unseen, "error"), by_head(unseen, "density")
+    picks = [value for layer in chosen.layers for value in layer.negl_prob]
+    rows = [chosen.values.index(value) if value else -1 for value in picks]
+    error = torch.tensor([errors[row, h] if row >= 0 else 0.0 for h, row in enumerate(rows)])
+    live = torch.tensor([density[row, h] if row >= 0 else 1.0 for h, row in enumerate(rows)])
+    share = (errors <= WITHIN * target.error).double().mean(dim=1)
+    single = max((i for i, s in enumerate(share.tolist()) if s >= MOST), default=None)
+    return {
+        "target": str(target),
+        "negl_prob": picks,
+        "heads_within": float((error <= WITHIN * target.error).double().mean()),
+        "heads_within_target_itself": float((error <= target.error).double().mean()),
+        "error_median": float(error.median()),
+        "error_max": float(error.max()),
+        "skipped": float(1.0 - live.mean()),
+        "single_negl_prob": None if single is None else chosen.values[single],
+        "single_heads_within": None if single is None else float(share[single]),
+        "single_skipped": None if single is None else float(1.0 - density[single].mean()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.calibrate_lm", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100, help="of training (%(default)s)")
+    parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
+    parser.add_argument("--batches", type=int, default=8, help="to calibrate on (%(default)s)")
+    parser.add_argument("--unseen", type=int, default=8, help="to check on (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train_text, other_text = load_text()
+    model = trained_model(args, train_text)
+    batches = draw(train_text, args.batches, args.context, args.seed + 1)
+    unseen_batches = draw(other_text, args.unseen, args.context, args.seed + 2)
+    bar = tqdm(unseen_batches, desc="unseen text", unit="batch", dynamic_ncols=True)
+    unseen = back_lite.calibrate(model, bar, TARGETS[0])
+    partial = args.out / "calibration.partial.json"
+    partial.unlink(missing_ok=True)
+    results = []
+    for number, target in enumerate(TARGETS):
+        # What is measured does not depend on the target: the second one reads the partial file.
+        bar = tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
+        chosen = back_lite.calibrate(model, bar, target, partial=partial)
+        chosen.save(args.out / f"calibration_{number + 1}.json")
+        print(chosen)
+        results.append(judge(target, chosen, unseen))
+        print(json.dumps(results[-1], indent=1))
+    command = shlex.join(["python", "-m", "examples.calibrate_lm", *sys.argv[1:]])
+    content = {"command": command, **describe(), "results": results}
+    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
