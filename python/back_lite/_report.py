@@ -24,7 +24,7 @@ from ._calibration import Calibration, LayerCalibration, write_whole
 _BLUE, _RED, _SKIPPED = "#0072B2", "#D55E00", "#d9d9d9"
 _MOST_LABELS = 16  # cells of a heat map's side that are labelled with words or numbers
 _LEAST_SHADE = 1e-4  # probability of a tile in the tile map
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # a dict; from 3.11 on matplotlib lists every key in its type
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
