@@ -86,6 +86,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
     parser.add_argument("--batches", type=int, default=8, help="to calibrate on (%(default)s)")
     parser.add_argument("--unseen", type=int, default=8, help="to check on (%(default)s)")
+    parser.add_argument(
+        "--values", type=float, nargs="+", help="negl_prob to measure (default: calibrate's own)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
@@ -95,14 +98,14 @@ def main() -> None:
     batches = draw(train_text, args.batches, args.context, args.seed + 1)
     unseen_batches = draw(other_text, args.unseen, args.context, args.seed + 2)
     bar = tqdm(unseen_batches, desc="unseen text", unit="batch", dynamic_ncols=True)
-    unseen = back_lite.calibrate(model, bar, TARGETS[0])
+    unseen = back_lite.calibrate(model, bar, TARGETS[0], values=args.values)
     partial = args.out / "calibration.partial.json"
     partial.unlink(missing_ok=True)
     results = []
     for number, target in enumerate(TARGETS):
         # What is measured does not depend on the target: the second one reads the partial file.
         bar = tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
-        chosen = back_lite.calibrate(model, bar, target, partial=partial)
+        chosen = back_lite.calibrate(model, bar, target, values=args.values, partial=partial)
         chosen.save(args.out / f"calibration_{number + 1}.json")
         print(chosen)
         results.append(judge(target, chosen, unseen))

@@ -52,7 +52,7 @@ def check(model: LanguageModel, windows: list[torch.Tensor]) -> dict[str, list[f
 
 def draw_checks(checks: list[dict[str, Any]], target: Target, warmup: int, path: Path) -> None:
     figure = Figure(figsize=(9, 7), layout="constrained")
-    figure.suptitle("Every head's gradient error is held at the target", x=0.01, ha="left")
+    figure.suptitle("Error of the heads' gradients under the controller", x=0.01, ha="left")
     top, bottom = figure.subplots(2, 1, sharex=True)
     after = [c for c in checks if c["step"] > warmup]
     steps = [c["step"] for c in after]
