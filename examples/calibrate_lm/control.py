@@ -110,8 +110,10 @@ def main() -> None:
         if step >= args.warmup:
             seconds.setdefault(len(records) - known, []).append(spent)
     medians = {count: statistics.median(times) for count, times in sorted(seconds.items())}
-    one = medians[1] - medians[0]
     layers = len(run.model.attentions())
+    cost = None  # unknown where every step measures
+    if 0 in medians and 1 in medians:
+        cost = layers * (medians[1] - medians[0]) / (100 * medians[0])
     after = [c for c in checks if c["step"] > args.warmup]
     ratios = [statistics.median(c["error"]) / target.error for c in after]
     content = {
@@ -120,7 +122,7 @@ def main() -> None:
         "median_error_over_target": ratios,
         "skipped": [1.0 - statistics.fmean(c["density"]) for c in after],
         "step_cpu_seconds": medians,
-        "cost_at_every_100": layers * one / (100 * medians[0]),
+        "cost_at_every_100": cost,
         "final_negl_prob": checks[-1]["negl_prob"],
         "checks": checks,
         "records": records,

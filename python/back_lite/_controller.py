@@ -20,7 +20,8 @@ STATE_VERSION = 1
 _GAIN = 0.5
 _MAX_FACTOR = 2.0  # of one move: a slice where nothing is skipped does not say how far to go
 # Of a new measurement in the estimate. The log of single slices would hold their geometric mean at
-# the target; where slices differ, the error over all of them was 1.3 to 2 times as large.
+# the target; where slices differ, the error over all of them is larger (1.3 times in a first test,
+# which measured heads of one key head together and so read somewhat too high).
 _WEIGHT = 0.5
 _START, _LEAST, _MOST = 0.01, 1e-4, 0.5
 
