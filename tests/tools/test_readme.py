@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_python_examples_run() -> None:
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # an example saves a file
     text = README.read_text()
     namespace: dict[str, Any] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
