@@ -272,7 +272,7 @@ def test_groups_share_one_threshold() -> None:
 
 
 def test_target_out_of_reach_ends_at_exact_and_says_so() -> None:
-    found = calibrate(Model(), target=Target(relative_l2=1e-6))
+    found = calibrate(Model(), target=Target(relative_l2=1e-6), values=[0.3, 0.5])
     assert all(value == 0.0 for layer in found.layers for value in layer.negl_prob)
     assert len(found.exact_heads) == 8
     assert "8 heads stay exact" in str(found)

@@ -95,6 +95,10 @@ def test_row38_compiled_training_step(negl_prob: float) -> None:
 
 @pytest.mark.needs_compiler
 @needs_operators
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"),
+    reason="what torch before 2.5 compiles switches subnormals off in the whole process",
+)
 def test_row38_inductor() -> None:
     block, x = make_block(0.3)
     compiled = torch.compile(block, fullgraph=True)
@@ -268,6 +272,10 @@ def test_row42_checkpointing_compiled() -> None:
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 @needs_operators
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint, "CheckpointPolicy"),
+    reason="torch before 2.5 has no policies of selective checkpointing",
+)
 def test_row42_selective_checkpointing_saves_the_attention(negl_prob: float) -> None:
     """A policy can keep the operator's outputs, bits included, and recompute the rest."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -621,6 +629,9 @@ def test_an_interrupted_change_of_negl_prob_leaves_the_module_sound(
 
 
 @needs_operators
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch before 2.5 has no rules for vmap"
+)
 def test_verbose_and_density_under_transforms(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
