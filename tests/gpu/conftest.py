@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-
 import hypothesis
 import pytest
 import torch

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import cases
+import memory_doc
 import pytest
 import torch
 from back_lite import BackLite
 from cases import Case
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "3-memory.md"
 BF16 = torch.bfloat16
 CASES = [
     (Case(8192, 8192, 128, 8, 8, causal=True, dtype=BF16), 0.0),
@@ -23,9 +20,7 @@ CASES = [
 
 def documented(case: Case, negl_prob: float) -> int:
     """Beyond inputs: out, gradients, and the largest sum of what is held at the same time."""
-    formulas: dict[str, Any] = {}
-    for block in DOCUMENT.read_text().split("```python\n")[1:]:
-        exec(block.split("```")[0], formulas)
+    formulas = memory_doc.formulas()
     b, h, hk = case.batch, case.num_heads, case.num_key_heads
     sq, sk, d = case.query_length, case.key_length, case.head_dim
     processors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -25,6 +25,15 @@ class Inputs(NamedTuple):
     grad_out: Tensor  # [B, Sq, H, D]
     grad_lse: Tensor | None  # [B, H, Sq], float32 (float64 in float64); None: no gradient into LSE
 
+    def one_element_in(self) -> Inputs:
+        """Copies that start one element into their buffers: aligned to that element alone."""
+
+        def shifted(t: Tensor) -> Tensor:
+            buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+            return buffer[1:].view(t.shape).copy_(t)
+
+        return Inputs(*(None if t is None else shifted(t) for t in self))
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

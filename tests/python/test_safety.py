@@ -14,6 +14,7 @@ import back_lite
 import cases
 import child
 import comparer
+import memory_doc
 import oracle
 import pytest
 import torch
@@ -286,10 +287,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 def documented_bytes(case: Case, negl_prob: float, threads: int) -> int:
     """The largest sum of what docs/3-memory.md says is held at the same time."""
-    text = (child.REPOSITORY / "docs" / "3-memory.md").read_text()
-    formulas: dict[str, Any] = {}
-    for block in text.split("```python\n")[1:]:
-        exec(block.split("```")[0], formulas)
+    formulas = memory_doc.formulas()
     b, h, hk = case.batch, case.num_heads, case.num_key_heads
     sq, sk, d, element = case.query_length, case.key_length, case.head_dim, 4
     record = negl_prob > 0.0

@@ -41,6 +41,19 @@ def fixed(prob: Tensor) -> Tensor:
     return (prob.double() * 2.0**40).floor().to(torch.int64)
 
 
+def check_tile_stats(case: Case, inputs: cases.Inputs, stats: Tensor) -> None:
+    """Statistics within bound of float64's, and none outside the mask."""
+    truth = reference.tile_stats(*inputs[:2], **case.options)
+    bound = stats_bound(case, inputs)
+    allowed = reference.mask_tiles(**case.lengths, **case.mask).to(stats.device)
+    heavy = truth > STATS_FROM
+    error = ((stats.double() - truth).abs() / truth)[heavy]
+    assert error.max() <= bound, f"relative error {float(error.max()):.3g} > {bound:.3g}"
+    assert (stats[~heavy] <= STATS_FROM * (1.0 + bound)).all()
+    assert (stats >= 0.0).all()
+    assert (stats[..., ~allowed] == 0.0).all(), "probability outside the mask"
+
+
 @pytest.mark.parametrize("case", cases.STATS, ids=cases.ids(cases.STATS))
 def test_tile_stats(case: Case, device: str) -> None:
     inputs = case.inputs(device)
@@ -48,16 +61,9 @@ def test_tile_stats(case: Case, device: str) -> None:
     assert stats is not None
     assert stats.dtype == torch.float32
     assert tuple(stats.shape) == back_lite.tile_stats_shape(inputs.query, inputs.key)
-    truth = reference.tile_stats(*inputs[:2], **case.options)
+    check_tile_stats(case, inputs, stats)
     bound = stats_bound(case, inputs)
     allowed = reference.mask_tiles(**case.lengths, **case.mask).to(device)
-
-    heavy = truth > STATS_FROM
-    error = ((stats.double() - truth).abs() / truth)[heavy]
-    assert error.max() <= bound, f"relative error {float(error.max()):.3g} > {bound:.3g}"
-    assert (stats[~heavy] <= STATS_FROM * (1.0 + bound)).all()
-    assert (stats >= 0.0).all()
-    assert (stats[..., ~allowed] == 0.0).all(), "probability outside the mask"
     sums, expected = stats.double().sum(dim=-1), allowed.any(dim=-1).double()
     assert ((sums - expected).abs() <= bound).all(), "the probabilities of a row add up to one"
 

@@ -6,14 +6,12 @@ import ctypes
 import importlib.util
 import inspect
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import memory_doc
 import pytest
-
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "3-memory.md"
 
 
 class Problem(ctypes.Structure):
@@ -40,10 +38,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")  # backlite::DType
 
 @pytest.fixture(scope="module")
 def formulas() -> dict[str, Callable[..., int]]:
-    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {}
-    exec("\n".join(blocks), namespace)
-    return namespace
+    return memory_doc.formulas()
 
 
 @pytest.fixture(scope="module")
