@@ -20,7 +20,17 @@ from pathlib import Path
 import torch
 from back_lite import BackLite, attention, mask_tiles, ops, pack_tiles, reference
 from machine import describe
-from rows import HEADER, Row, faster_row, mean_row, slower_row, verdict, write_json
+from rows import (
+    Groups,
+    Row,
+    choose,
+    collect,
+    faster_row,
+    mean_row,
+    slower_row,
+    verdict,
+    write_json,
+)
 from tiles import MODEL_LAYERS, model_tiles, random_tiles
 from timing import Timing, alternate
 from torch import Tensor
@@ -250,7 +260,7 @@ def bench_host() -> Iterator[Row]:
         yield Row("host", f"{name} S=16 D=8", "25 us", a_call.median / limit, False, 1.0, a_call)
 
 
-GROUPS: dict[str, Callable[[], Iterator[Row]]] = {
+GROUPS: Groups = {
     "forward": bench_forward,
     "backward": bench_backward,
     "bfloat16": bench_bfloat16,
@@ -267,9 +277,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of ours and torch's (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/bench/cpu.json"), help="JSON file")
     args = parser.parse_args()
-    groups = args.only.split(",")
-    if unknown := set(groups) - set(GROUPS):
-        parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(GROUPS)}")
+    chosen = choose(parser, args.only, GROUPS)
     torch.set_num_threads(args.threads)
 
     start = time.perf_counter()
@@ -279,12 +287,7 @@ def main() -> None:
         print(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
     if load > 0.5:
         print(f"The load average is {load:.1f}: other programs disturb what is measured.")
-    print(HEADER)
-    rows = []
-    for group in groups:
-        for result in GROUPS[group]():
-            rows.append(result)
-            print(result, flush=True)
+    rows = collect(GROUPS, chosen)
     seconds = time.perf_counter() - start
     print(f"{verdict(rows)}, in {seconds:.0f} s")
     write_json(args.out, rows, {**described, "load_average": load, "seconds": seconds})

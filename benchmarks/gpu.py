@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from machine import describe
-from rows import HEADER, Row, verdict, write_json
+from rows import Groups, choose, collect, verdict, write_json
 from timing import Timing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -133,15 +133,13 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / seconds * 1e-12
 
 
-def run(description: str, name: str, groups: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
+def run(description: str, name: str, groups: Groups) -> None:
     """The command line of a GPU benchmark: prints a table and keeps it as JSON."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--only", default=",".join(groups), help="groups (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path(f"build/bench/{name}.json"))
     args = parser.parse_args()
-    chosen: Sequence[str] = args.only.split(",")
-    if unknown := set(chosen) - set(groups):
-        parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(groups)}")
+    chosen = choose(parser, args.only, groups)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
 
@@ -149,13 +147,7 @@ def run(description: str, name: str, groups: Mapping[str, Callable[[], Iterator[
     start = time.perf_counter()
     facts: dict[str, object] = {**describe(), "matmul_tflops": matmul_tflops(), "fa4": HAS_FA4}
     print(facts)
-    print(HEADER)
-    rows = []
-    for group in chosen:
-        for row in groups[group]():
-            rows.append(row)
-            print(row, flush=True)
-            torch.cuda.empty_cache()
+    rows = collect(groups, chosen, after_row=torch.cuda.empty_cache)
     seconds = time.perf_counter() - start
     print(f"{verdict(rows)}, in {seconds:.0f} s")
     write_json(args.out, rows, {**facts, "seconds": seconds})

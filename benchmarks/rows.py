@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import statistics
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +66,31 @@ TABLE = "{:<10} {:<33} {:<14} {:>16} {:>16} {:>7} {:>9} {}"
 HEADER = TABLE.format(
     "group", "case", "against", "ours, ms", "other, ms", "ratio", "bar", "(+-: half the middle 50%)"
 )
+
+
+Groups = Mapping[str, Callable[[], Iterator[Row]]]
+
+
+def choose(parser: argparse.ArgumentParser, only: str, groups: Groups) -> list[str]:
+    """Names of groups, separated by commas; ends the program where one is unknown."""
+    chosen = only.split(",")
+    if unknown := set(chosen) - set(groups):
+        parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(groups)}")
+    return chosen
+
+
+def collect(
+    groups: Groups, chosen: Sequence[str], after_row: Callable[[], object] = lambda: None
+) -> list[Row]:
+    """Measures groups and prints their rows as they come."""
+    print(HEADER)
+    rows = []
+    for group in chosen:
+        for row in groups[group]():
+            rows.append(row)
+            print(row, flush=True)
+            after_row()
+    return rows
 
 
 def faster_row(
