@@ -1,192 +1,153 @@
-"""Trains a small language model with exact and with sparse attention gradients, and compares.
+"""Trains a causal language model of bytes, exact or with sparse attention gradients.
 
-    python -m examples.train_lm --steps 300 --context 2048 --negl-prob 0.05
+    python -m examples.train_lm                            # the demo: exact and sparse, compared
+    python -m examples.train_lm --negl-prob 0.05 --out runs/sparse       # one training
+    python -m examples.train_lm --out runs/sparse --resume  # goes on at its last checkpoint
 
-The model reads bytes of Python's standard library and predicts the next one. Both trainings start
-from the same weights and see the same data in the same order. They take turns, step by step, so
-that their times can be compared even on a busy machine.
+With more than one --negl-prob, all trainings start from the same weights, see the same data in the
+same order and take turns, step by step, so that their times can be compared even on a busy machine.
+On a GPU the model is larger: 128-wide heads at 8192 bytes of context.
 
-Writes pictures and results.json into --out, and prints a table.
+Writes into --out: one JSON a training, TensorBoard logs where tensorboard is installed, a
+checkpoint, and, of one exact and one sparse training, pictures and a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
-import sysconfig
 import time
-import zlib
 from pathlib import Path
+from typing import Any
 
 import back_lite
 import torch
-import torch.nn.functional as F  # noqa: N812
-from back_lite import BackLite
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from . import plots, report
+from . import report
 from .compare import compare_layer, record_calls
-from .report import History, Result
+from .log import Log
+from .model import LARGE, SHAPES, LanguageModel
+from .text import CORPORA, Text, load_text, read, windows
+from .training import Run
 
-HELP = "Trains a small language model with exact and with sparse gradients, and compares."
-LAYERS, WIDTH, HEADS = 4, 256, 4  # heads of 64
-PEAK_LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
-VALIDATE_EVERY, VALIDATION_WINDOWS = 30, 10
-NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib"}
+__all__ = ["LanguageModel", "Run", "load_text", "main", "windows"]  # for other examples too
 
-
-# ---------------------------------------------------------------------------------------- data
-
-
-def load_text() -> tuple[Tensor, Tensor]:
-    """Bytes of Python's standard library, its documentation included: (training, validation).
-
-    Every 16th file or so is for validation: which ones depends on their names alone.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not NOT_TEXT & set(name.parts) and not name.name.startswith("_sysconfigdata"):
-            parts[zlib.crc32(name.as_posix().encode()) % 16 == 0].append(path.read_bytes())
-    train, validation = (
-        torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts
-    )
-    return train, validation
+HELP = "Trains a causal language model of bytes, exact or with sparse attention gradients."
+# context in bytes, sequences a step
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "small": {"context": 2048, "batch": 1, "steps": 300, "learning_rate": 3e-3},
+    "large": {"context": 8192, "batch": 4, "steps": 200, "learning_rate": 2e-3},
+}
+DEFAULTS["small"]["corpus"], DEFAULTS["large"]["corpus"] = CORPORA
+WARMUP_STEPS = 20  # of the learning rate
+VALIDATE_EVERY, VALIDATION_WINDOWS = 30, 12
+DENSITY_EVERY = 5
+# What a checkpoint must agree in with the command line that resumes it.
+FIXED = ("size", "context", "batch", "steps", "learning_rate", "corpus", "seed", "exact_steps")
 
 
-def windows(text: Tensor, starts: Tensor, context: int, device: str) -> Tensor:
-    """int64 [len(starts), context + 1]: inputs, and the same shifted by one as targets."""
-    return text[starts[:, None] + torch.arange(context + 1)].long().to(device)
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    decay = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # 1 to 0.1
+    return args.learning_rate * decay * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-# --------------------------------------------------------------------------------------- model
+# ---------------------------------------------------------------------------------- checkpoints
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions. x: [B, S, H, D]; cos, sin: [S, 1, D / 2]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class Block(nn.Module):
-    def __init__(self, negl_prob: float) -> None:
-        super().__init__()
-        self.attention = BackLite(negl_prob)
-        self.norm1 = nn.LayerNorm(WIDTH, bias=False)
-        self.norm2 = nn.LayerNorm(WIDTH, bias=False)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        for last in (self.mix, self.down):
-            nn.init.zeros_(last.weight)  # a new block changes nothing: deeper models start well
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS))
-        query, key, value = qkv.unbind(dim=2)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if x.is_cuda:  # the GPU kernels take 16-bit numbers
-            query, key, value = (t.bfloat16() for t in (query, key, value))
-        out = self.attention(query, key, value, causal=True)
-        x = x + self.mix(out.to(x.dtype).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, negl_prob: float) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, WIDTH)
-        self.blocks = nn.ModuleList(Block(negl_prob) for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
-
-    def attentions(self) -> list[BackLite]:
-        return [module for module in self.modules() if isinstance(module, BackLite)]
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Mean loss, in nats per byte, of predicting text[:, 1:] from what comes before."""
-        half = WIDTH // HEADS // 2
-        frequencies = 10000 ** -(torch.arange(half, device=text.device) / half)
-        angles = torch.arange(text.shape[1] - 1, device=text.device)[:, None, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed(text[:, :-1])
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-
-
-# ------------------------------------------------------------------------------------ training
-
-
-class Run:
-    """One of the two trainings."""
-
-    def __init__(self, negl_prob: float, seed: int, device: str) -> None:
-        torch.manual_seed(seed)
-        self.model = LanguageModel(negl_prob).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95))
-        self.history = History()
-
-    def step(self, text: Tensor, learning_rate: float) -> None:
-        start = time.perf_counter()
-        loss = self.model(text)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.history.train_loss.append(loss.item())  # waits for the device: the time is whole
-        self.history.step_seconds.append(time.perf_counter() - start)
-        densities = [attention.last_density or 0.0 for attention in self.model.attentions()]
-        self.history.skipped.append([1.0 - density for density in densities])
-
-    @torch.no_grad()
-    def validate(self, text: Tensor) -> None:
-        self.history.validation.append((len(self.history.train_loss), self.model(text).item()))
-
-
-def train(args: argparse.Namespace) -> tuple[dict[str, Run], Tensor]:
-    """Trains both models in turns. Returns them and the text of the validation."""
-    train_text, validation_text = load_text()
-    last = len(validation_text) - args.context - 1
-    if last < 0:
-        raise SystemExit(f"--context {args.context}: at most {len(validation_text) - 1} bytes")
-    starts = torch.linspace(0, last, VALIDATION_WINDOWS).long()
-    validation = windows(validation_text, starts, args.context, args.device)
-    runs = {
-        "exact": Run(0.0, args.seed, args.device),
-        "sparse": Run(args.negl_prob, args.seed, args.device),
+def save(path: Path, args: argparse.Namespace, runs: list[Run], data: torch.Generator) -> None:
+    """Under another name, then renamed: a checkpoint is there whole or not at all."""
+    state: dict[str, Any] = {
+        "settings": {name: getattr(args, name) for name in FIXED},
+        "runs": {run.negl_prob: run.state_dict() for run in runs},
+        "data": data.get_state(),  # which windows come next
+        "random": torch.get_rng_state(),
     }
-    generator = torch.Generator().manual_seed(args.seed)
-    bar = tqdm(range(args.steps), desc="training both", unit="step", dynamic_ncols=True)
+    if args.device.startswith("cuda"):
+        state["random_cuda"] = torch.cuda.get_rng_state(args.device)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Reads a checkpoint and takes its settings over into args."""
+    if not path.exists():
+        raise SystemExit(f"--resume: there is no {path}")
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    vars(args).update(state["settings"])
+    args.negl_prob = list(state["runs"])
+    return state
+
+
+def restore(state: dict[str, Any], runs: list[Run], data: torch.Generator, device: str) -> None:
+    for run in runs:
+        run.load_state_dict(state["runs"][run.negl_prob])
+    data.set_state(state["data"])
+    torch.set_rng_state(state["random"])
+    if device.startswith("cuda") and "random_cuda" in state:
+        torch.cuda.set_rng_state(state["random_cuda"], device)
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def validation_windows(args: argparse.Namespace, text: Text) -> Tensor:
+    last = len(text.validation) - args.context - 1
+    if last < 0:
+        raise SystemExit(f"--context {args.context}: at most {len(text.validation) - 1} bytes")
+    starts = torch.linspace(0, last, VALIDATION_WINDOWS).long()
+    return windows(text.validation, starts, args.context, args.device)
+
+
+def train(
+    args: argparse.Namespace, text: Text, validation: Tensor, state: dict[str, Any] | None
+) -> list[Run]:
+    """All trainings, in turns; from a checkpoint's state, if there is one."""
+    shape = SHAPES[args.size]
+    runs = [Run(p, args.seed, args.device, shape, args.exact_steps) for p in args.negl_prob]
+    data = torch.Generator().manual_seed(args.seed)
+    if state is not None:
+        restore(state, runs, data, args.device)
+    done = runs[0].num_steps
+    logs = [Log(args.out / "tensorboard" / run.name, done) for run in runs]
+    bar = tqdm(
+        range(done, args.steps), "training", initial=done, total=args.steps, dynamic_ncols=True
+    )
     for step in bar:
-        start = torch.randint(len(train_text) - args.context - 1, (1,), generator=generator)
-        text = windows(train_text, start, args.context, args.device)
-        decay = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # 1 to 0.1
-        learning_rate = PEAK_LEARNING_RATE * decay * min(1.0, (step + 1) / WARMUP_STEPS)
-        for run in runs.values():
-            run.step(text, learning_rate)
-            if (step + 1) % VALIDATE_EVERY == 0 or step + 1 == args.steps:
-                run.validate(validation)
+        starts = torch.randint(len(text.train) - args.context - 1, (args.batch,), generator=data)
+        batch = windows(text.train, starts, args.context, args.device)
+        last = step + 1 == args.steps
+        for run, log in zip(runs, logs, strict=True):
+            run.step(batch, learning_rate(args, step))
+            log.add(step + 1, {"loss/train": run.history.train_loss[-1]})
+            if step % DENSITY_EVERY == 0 or last:
+                log.add(step + 1, {"density": run.note_density()})
+            if (step + 1) % VALIDATE_EVERY == 0 or last:
+                log.add(step + 1, {"loss/validation": run.validate(validation, args.batch)})
+                if run.negl_prob:
+                    log.add(step + 1, run.measure(batch[:1]))
+        if (step + 1) % args.save_every == 0 or last:
+            save(args.out / "checkpoint.pt", args, runs, data)
         bar.set_postfix(
-            {name: f"{run.history.train_loss[-1]:.3f}" for name, run in runs.items()}
-            | {"skipped": f"{statistics.fmean(runs['sparse'].history.skipped[-1]):.0%}"}
+            {run.name: f"{run.history.train_loss[-1]:.3f}" for run in runs}
+            | {"skipped": f"{1 - statistics.fmean(runs[-1].history.density[-1][1]):.0%}"}
         )
-    return runs, validation
+    for log in logs:
+        log.close()
+    return runs
 
 
-# ---------------------------------------------------------------------------------------- main
+# ----------------------------------------------------------------------------------------- main
 
 
 def default_device() -> str:
     """cuda where back_lite has kernels for it."""
     if torch.cuda.is_available():
-        shape = 1, 1, 1, WIDTH // HEADS
+        shape = 1, 1, 1, LARGE.head_dim
         probe = torch.ones(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         try:
             back_lite.attention(probe, probe, probe, 0.5, causal=True).sum().backward()
@@ -198,43 +159,70 @@ def default_device() -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.train_lm", description=HELP)
-    parser.add_argument("--steps", type=int, default=300, help="of each training (%(default)s)")
-    parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
-    parser.add_argument(
-        "--negl-prob",
-        type=float,
-        default=0.05,
-        help="attention probability that the sparse backward may leave out (%(default)s)",
-    )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there are kernels)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder (%(default)s)")
+    add = parser.add_argument
+    add("--negl-prob", type=float, nargs="+", default=[0.0, 0.05], metavar="P",
+        help="probability that the backward may leave out, one for each training; 0 is exact "
+        "(default: 0 0.05)")  # fmt: skip
+    add("--exact-steps", type=int, default=20, help="exact ones at the start (%(default)s)")
+    add("--size", choices=SHAPES, help="of the model (default: large on a GPU)")
+    add("--context", type=int, help="bytes read (default: 2048, large 8192)")
+    add("--batch", type=int, help="sequences a step (default: 1, large 4)")
+    add("--steps", type=int, help="of each training (default: 300, large 200)")
+    add("--learning-rate", type=float, help="its peak (default: 0.003, large 0.002)")
+    add("--corpus", choices=CORPORA, help="text: Python's standard library (the default of small), "
+        "or that and torch's sources (of large)")  # fmt: skip
+    add("--device", help="cpu or cuda (default: cuda where there are kernels)")
+    add("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    add("--save-every", type=int, default=100, help="steps from checkpoint to checkpoint")
+    add("--resume", action="store_true", help="go on at the checkpoint in --out, as it was begun")
+    add("--out", type=Path, default=Path("demo"), help="folder (%(default)s)")
     args = parser.parse_args()
-    if args.steps < 1 or args.context < 1 or not 0 <= args.negl_prob < 1:
-        parser.error("need --steps >= 1, --context >= 1 and --negl-prob in [0, 1)")
     args.device = args.device or default_device()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: this torch sees no GPU")
+    args.size = args.size or ("large" if args.device.startswith("cuda") else "small")
+    for name, value in DEFAULTS[args.size].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if min(args.steps, args.context, args.batch, args.save_every) < 1:
+        parser.error("need --steps, --context, --batch and --save-every of at least 1")
+    if any(not 0 <= p < 1 for p in args.negl_prob):
+        parser.error("need --negl-prob in [0, 1)")
     return args
+
+
+def compare(args: argparse.Namespace, runs: dict[str, Run], validation: Tensor) -> None:
+    """Pictures and a table of an exact and a sparse training."""
+    from . import plots  # matplotlib, which training alone does not need
+
+    negl_prob = runs["sparse"].negl_prob
+    calls = record_calls(runs["sparse"].model, validation[:1])
+    layers, tiles = zip(*(compare_layer(call, negl_prob) for call in calls), strict=True)
+    histories = {name: run.history for name, run in runs.items()}
+    result = report.Result(vars(args) | {"negl_prob": negl_prob}, histories, list(layers))
+    plots.draw_all(result, tiles, args.out)
+    report.print_tables(result)
+    report.write_json(
+        args.out / "results.json", {"settings": report.settings(args), "layers": layers}
+    )
 
 
 def main() -> None:
     args = parse_arguments()
     start = time.perf_counter()
-    runs, validation = train(args)
-    calls = record_calls(runs["sparse"].model, validation[:1])
-    layers, tiles = zip(*(compare_layer(call, args.negl_prob) for call in calls), strict=True)
-    result = Result(
-        settings=vars(args) | {"out": str(args.out)},
-        seconds=time.perf_counter() - start,
-        runs={name: run.history for name, run in runs.items()},
-        layers=list(layers),
-    )
+    state = load(args.out / "checkpoint.pt", args) if args.resume else None
     args.out.mkdir(parents=True, exist_ok=True)
-    plots.draw_all(result, tiles, args.out)
-    report.write_json(result, args.out / "results.json")
-    report.print_tables(result)
-    print(f"\nTook {result.seconds:.0f} s. Pictures and numbers are in {args.out}/")
+    text = read(args.corpus)
+    validation = validation_windows(args, text)
+    runs = train(args, text, validation, state)
+    for run in runs:
+        path = args.out / f"{run.name}_seed_{args.seed}.json"
+        settings = report.settings(args) | {"negl_prob": run.negl_prob}
+        report.write_json(path, {"settings": settings, "text": text.describe(), "run": run.history})
+    pair = {"sparse" if run.negl_prob else "exact": run for run in runs}
+    if len(runs) == len(pair) == 2:
+        compare(args, pair, validation)
+    print(f"\nTook {time.perf_counter() - start:.0f} s. The results are in {args.out}/")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from .report import Result
+from .report import History, Result, Tiles
 
 matplotlib.use("Agg")
 
@@ -46,15 +45,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass
-class Tiles:
-    """The tiles of one layer, for the first sequence of a batch."""
-
-    prob: NDArray[np.float32]  # [H, Tm, Tn]
-    live: NDArray[np.bool_]  # [H, Tm, Tn]
-    allowed: NDArray[np.bool_]  # [Tm, Tn], by the mask
-
-
 def draw_all(result: Result, tiles: Sequence[Tiles], folder: Path) -> None:
     with matplotlib.rc_context(STYLE):
         draw_loss(result).savefig(folder / "loss.png")
@@ -67,7 +57,7 @@ def draw_loss(result: Result) -> Figure:
     figure = _figure(
         (9, 5.8),
         "Loss of the same model, trained with exact and with sparse gradients",
-        f"Loss on unseen text. The sparse training skipped {np.mean(sparse.skipped):.0%} of the "
+        f"Loss on unseen text. The sparse training skipped {_skipped(sparse)[1].mean():.0%} of the "
         "attention tiles in its backward passes.",
     )
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -93,7 +83,7 @@ def draw_loss(result: Result) -> Figure:
 
 
 def draw_skipped(result: Result) -> Figure:
-    skipped = np.array(result.runs["sparse"].skipped)  # [step, layer]
+    steps, skipped = _skipped(result.runs["sparse"])
     figure = _figure(
         (9, 5),
         "How much of the attention backward is skipped, layer by layer",
@@ -101,7 +91,6 @@ def draw_skipped(result: Result) -> Figure:
         f"{result.settings['negl_prob']:.0%} of it.",
     )
     axes = figure.subplots()
-    steps = np.arange(1, len(skipped) + 1)
     ends = []
     for layer, share in enumerate(skipped.T):
         colour = LAYER_COLOURS[layer % len(LAYER_COLOURS)]
@@ -200,6 +189,12 @@ def _show(axes: Axes, values: Array, **style: Any) -> AxesImage:
         axis.set_major_locator(MultipleLocator(max(KEY_TILE, height // 4)))
     axes.set_xlabel("key position (bytes)")
     return image
+
+
+def _skipped(history: History) -> tuple[Array, Array]:
+    """(steps, share of the tiles [step, layer])."""
+    steps, density = zip(*history.density, strict=True)
+    return np.array(steps), 1.0 - np.array(density)
 
 
 def _typical_head(layers: Sequence[Tiles]) -> tuple[int, int]:

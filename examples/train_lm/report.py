@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import shlex
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.machine import describe
 
@@ -20,8 +26,9 @@ class History:
 
     train_loss: list[float] = field(default_factory=list)  # nats per byte, one a step
     step_seconds: list[float] = field(default_factory=list)
-    skipped: list[list[float]] = field(default_factory=list)  # [step][layer], share of the tiles
+    density: list[tuple[int, list[float]]] = field(default_factory=list)  # (step, by layer)
     validation: list[tuple[int, float]] = field(default_factory=list)  # (step, nats per byte)
+    error: list[dict[str, Any]] = field(default_factory=list)  # of the gradients; compare.py
 
 
 @dataclass
@@ -37,9 +44,17 @@ class LayerReport:
 
 
 @dataclass
+class Tiles:
+    """The tiles of one layer, for the first sequence of a batch."""
+
+    prob: NDArray[np.float32]  # [H, Tm, Tn]
+    live: NDArray[np.bool_]  # [H, Tm, Tn]
+    allowed: NDArray[np.bool_]  # [Tm, Tn], by the mask
+
+
+@dataclass
 class Result:
-    settings: dict[str, object]
-    seconds: float
+    settings: dict[str, Any]
     runs: dict[str, History]  # "exact" and "sparse"
     layers: list[LayerReport]
 
@@ -51,10 +66,11 @@ def print_tables(result: Result) -> None:
     print(f"  validation loss     {losses[0]:7.4f}   {losses[1]:7.4f}   nats per byte")
     seconds = [statistics.median(run.step_seconds) for run in (exact, sparse)]
     print(f"  training step       {seconds[0]:7.3f}   {seconds[1]:7.3f}   s, median")
-    print(
-        "  So short a training says little about small differences: with the default settings,\n"
-        "  another --seed moved either loss by 0.06 to 0.14."
-    )
+    if result.settings["size"] == "small":
+        print(
+            "  So short a training says little about small differences: with the default\n"
+            "  settings, another --seed moved either loss by 0.06 to 0.14."
+        )
 
     print(
         "\nThe backward of attention in the sparse model, sparse against exact on the same batch\n"
@@ -78,7 +94,17 @@ def print_tables(result: Result) -> None:
     )
 
 
-def write_json(result: Result, path: Path) -> None:
-    command = shlex.join(["python", "-m", "examples.train_lm", *sys.argv[1:]])
-    content = {"command": command, **describe(), **asdict(result)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def settings(args: argparse.Namespace) -> dict[str, object]:
+    """Of a command line, as JSON takes them."""
+    return {k: v for k, v in vars(args).items() if k not in ("out", "resume")}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """What was found, what it was measured on, and the command that made it."""
+    main = sys.modules["__main__"].__spec__
+    module = main.name.removesuffix(".__main__") if main else "examples.train_lm"
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    text = json.dumps({"command": command, **describe(), **content}, default=asdict)
+    rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
+    # One line a list of numbers: shorter, and still to be read.
+    path.write_text(re.sub(r"\n +(?=[-\d\]])", " ", json.dumps(rounded, indent=1)) + "\n")

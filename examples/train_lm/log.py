@@ -1,0 +1,28 @@
+"""TensorBoard, where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Log:
+    """One training's curves. Without tensorboard it keeps nothing: the JSON has all of it."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        """done: steps of a training that goes on; what was logged after them is dropped."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            self._writer = None
+        else:
+            self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,126 @@
+"""BackLite inside a Hugging Face model, through the library's own attention interface."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# A torch that it does not accept makes it importable and useless.
+pytest.importorskip("transformers", minversion="5.0", reason="transformers is not installed")
+from transformers.utils import is_torch_available
+
+if not is_torch_available():
+    pytest.skip("transformers does not accept this torch", allow_module_level=True)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.transformers.attention import use_back_lite
+
+LENGTH = 300
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """Six query heads of 16 on two key heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: LlamaForCausalLM) -> torch.Tensor:
+    model.zero_grad()
+    model(tokens(), labels=tokens()).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_loss_logits_and_gradients_are_those_of_sdpa() -> None:
+    model = tiny_model()
+    expected = model(tokens(), labels=tokens())
+    expected_gradient = gradients(model)
+    use_back_lite(model)
+    found = model(tokens(), labels=tokens())
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(gradients(model), expected_gradient)
+
+
+def test_a_threshold_by_layer_makes_that_layer_sparse() -> None:
+    model = tiny_model()
+    attentions = use_back_lite(model)
+    exact = gradients(model)
+    attentions[1].negl_prob = 0.3
+    sparse = gradients(model)
+    assert attentions[0].last_density == 1.0
+    density = attentions[1].last_density
+    assert density is not None
+    assert density < 0.9
+    assert 0.0 < (sparse - exact).norm() < 0.5 * exact.norm()
+
+
+def test_generation_with_a_cache_is_that_of_sdpa() -> None:
+    model = tiny_model().eval()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones(1, 20, dtype=torch.long)
+    expected = model.generate(tokens()[:1, :20], **options)
+    use_back_lite(model)
+    assert torch.equal(model.generate(tokens()[:1, :20], **options), expected)
+
+
+def test_a_mask_of_ones_is_no_padding() -> None:
+    model = tiny_model()
+    use_back_lite(model)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    torch.testing.assert_close(model(tokens(), attention_mask=mask).logits, model(tokens()).logits)
+
+
+PADDED = torch.tensor([[1] * LENGTH, [0] * 10 + [1] * (LENGTH - 10)])
+PACKED = torch.cat([torch.arange(100), torch.arange(LENGTH - 100)]).expand(2, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_mask": PADDED}, "attention_mask marks 10 tokens as padding"),
+        ({"position_ids": PACKED, "use_cache": False}, "packed sequences"),
+        ({"position_ids": PACKED, "use_cache": True}, "position_ids start again"),
+        ({"cu_seq_lens_q": torch.tensor([0, 100, LENGTH])}, "cu_seq_lens_q is given"),
+        ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH).bool()}, "4 dimensions"),
+        ({"output_attentions": True}, "output_attentions is given"),
+    ],
+    ids=["padded", "packed", "packed-cache", "cu_seq_lens", "mask-4d", "probabilities"],
+)
+def test_refused_by_name(options: dict[str, Any], message: str) -> None:
+    model = tiny_model()
+    use_back_lite(model)
+    with pytest.raises(NotImplementedError, match=message):
+        model(tokens(), **options)
+
+
+def test_dropout_is_refused() -> None:
+    model = tiny_model()
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    use_back_lite(model)
+    with pytest.raises(NotImplementedError, match=r"attention_dropout = 0\.1"):
+        model(tokens())
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="model = Linear"):
+        use_back_lite(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
