@@ -7,6 +7,7 @@ them alone.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from numbers import Real
 
@@ -139,7 +140,10 @@ def fill_table(table: Tensor, thresholds: Thresholds) -> None:
     behind the last, by which the library finds a wrong number of them. Nothing waits for a GPU.
     """
     if table.is_cuda and type(table) is Tensor:
-        _counts[table.data_ptr()] = count(thresholds)
+        address = table.data_ptr()
+        if address not in _counts:  # another tensor may be there later, a copy in compiled code
+            weakref.finalize(table, _counts.pop, address, None).atexit = False
+        _counts[address] = count(thresholds)
     if isinstance(thresholds, tuple):
         # In one copy, so that nothing comes between two halves of it.
         padding = [-1] * (TABLE_SIZE - len(thresholds))

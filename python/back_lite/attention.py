@@ -244,8 +244,6 @@ class BackLite(nn.Module):
     ``negl_prob`` is configuration and not a weight: it is not in the ``state_dict``.
     """
 
-    _negl_prob_table: Tensor
-
     def __init__(
         self,
         negl_prob: float | Sequence[float] | Tensor = 0.0,
@@ -257,9 +255,9 @@ class BackLite(nn.Module):
         self.deterministic = deterministic
         self._last_call = _LastCall()
         # Compiled code reads the thresholds from here, so that a change needs no new compilation.
+        # Not a buffer: DistributedDataParallel sends those of rank 0 to the others at every step.
         with torch.inference_mode(False):  # or it could not be filled again outside inference mode
-            table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
-        self.register_buffer("_negl_prob_table", table, persistent=False)
+            self._negl_prob_table = torch.empty(_thresholds.TABLE_SIZE, dtype=torch.int64)
         # The same on other devices from which query came: a module without weights need not be
         # moved. Filled in place, so that a captured CUDA graph follows a change.
         self._twin_tables: dict[torch.device, Tensor] = {}
@@ -292,8 +290,7 @@ class BackLite(nn.Module):
 
     def _table_for(self, query: Tensor) -> Tensor:
         """Return the table of thresholds on the device of ``query``."""
-        table = self._buffers["_negl_prob_table"]  # not by nn.Module.__getattr__, which takes 1 us
-        assert table is not None
+        table = self._negl_prob_table
         if not isinstance(query, Tensor) or (query.is_cpu and table.is_cpu):
             return table
         device = query.device
@@ -385,6 +382,8 @@ class BackLite(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BackLite:
         apply: Callable[..., Any] = super()._apply
         apply(fn, recurse)
+        with torch.no_grad():
+            self._negl_prob_table = fn(self._negl_prob_table)
         # to_empty() leaves the table without values.
         _thresholds.fill_table(self._negl_prob_table, self._thresholds)
         return self

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
+import composition
 import hopper
 import oracle
 import pytest
 import torch
 from back_lite import BackLite, attention, ops, tile_stats_shape
 from cases import Case
+from composition import make_block, step
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from torch.utils.checkpoint import checkpoint
 
 BF16 = torch.bfloat16
@@ -256,44 +260,53 @@ def test_python_threads_on_streams_of_their_own() -> None:
 # ---- torch.compile, checkpointing, autocast, torch.func ------------------------------------------
 
 
-class Block(nn.Module):
-    """A layer as models have them."""
-
-    def __init__(self, negl_prob: Any = 0.0) -> None:
-        super().__init__()
-        self.project = nn.Linear(32, 3 * 4 * 64)
-        self.attn = BackLite(negl_prob)
-        self.join = nn.Linear(4 * 64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, 4, 64)).unbind(2)
-        out, lse = self.attn(q, k, v, causal=True, return_softmax_lse=True)
-        return x + self.join(out.flatten(2)) * lse.mean(dim=1)[..., None].tanh()
-
-
-def make_block(negl_prob: Any, device: str = "cuda") -> tuple[Block, Tensor]:
-    torch.manual_seed(0)
-    return Block(negl_prob).to(device), torch.randn(2, 300, 32, device="cuda")
-
-
-def step(function: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor) -> list[Tensor]:
-    """One training step under autocast."""
-    block.zero_grad()
-    x = x.detach().requires_grad_()
-    with torch.autocast("cuda", dtype=BF16):
-        loss = function(x).float().square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 def test_row38_compiled_training_step(negl_prob: float, backend: str) -> None:
-    block, x = make_block(negl_prob)
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    for a, b in zip(step(block, block, x), step(compiled, block, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+    composition.check_compiled_step(negl_prob, "cuda", backend=backend)
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Receives an entry for every CUDA graph that torch.compile captures."""
+    captured: list[str] = []
+    record = CUDAGraphTreeManager.record_function
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        captured.append("captured")
+        return record(self, *arguments)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", counted)
+    counters.clear()
+    return captured
+
+
+def test_row38_reduce_overhead(recordings: list[str]) -> None:
+    composition.check_compiled_step(0.0, "cuda", mode="reduce-overhead")
+    assert len(recordings) == 2, "forward and backward are CUDA graphs"
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+def test_row40_neither_recompiled_nor_recaptured_when_negl_prob_changes(
+    recordings: list[str],
+) -> None:
+    composition.check_changes_of_negl_prob(
+        "cuda",
+        lambda: (counters["stats"]["unique_graphs"], len(recordings)),
+        mode="reduce-overhead",
+    )
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(recordings) == 2, "forward and backward are CUDA graphs"
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_row40_no_recompile_per_length(dynamic: bool | None) -> None:
+    composition.check_lengths("cuda", dynamic)
+
+
+def test_row38_compiled_autograd() -> None:
+    composition.check_compiled_autograd("cuda")
 
 
 @pytest.mark.parametrize("call_before", [False, True])
@@ -330,16 +343,39 @@ def test_compiled_code_refuses_a_wrong_number_of_thresholds(moved: bool) -> None
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_row42_checkpointing(use_reentrant: bool, negl_prob: float) -> None:
-    block, x = make_block(negl_prob)
+    composition.check_checkpointing(use_reentrant, negl_prob, "cuda")
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_row42_checkpointing_lowers_the_peak(use_reentrant: bool, negl_prob: float) -> None:
+    """Of six layers at 4096 tokens, one at a time holds what its backward needs."""
+    layers = nn.ModuleList(make_block(negl_prob, "cuda")[0] for _ in range(6))
+    x = torch.randn(1, 4096, composition.WIDTH, device="cuda")
+
+    def model(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
 
     def checkpointed(x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=use_reentrant)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
 
-    loss, *grads = step(block, block, x)
-    other_loss, *other_grads = step(checkpointed, block, x)
-    assert torch.equal(loss, other_loss)
-    for a, b in zip(grads, other_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)
+    def peak(function: Callable[[Tensor], Tensor]) -> int:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(function, layers, x)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(model)  # whatever the first call alone allocates
+    assert peak(checkpointed) < 0.5 * peak(model)
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row42_selective_checkpointing_saves_the_attention(negl_prob: float) -> None:
+    composition.check_selective_checkpointing(negl_prob, "cuda")
 
 
 def test_row44_func_grad() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import back_lite
+import child
 import pytest
 import torch
 from back_lite import BackLite, Controller, Target
@@ -240,27 +238,6 @@ dist.destroy_process_group()
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, results, strict=True):
-        assert rank.returncode == 0, errors
-    assert results[0][0] == results[1][0]
-    assert "0.0," not in results[0][0], "a head was never measured"
+    first, second = child.run_ranks("-c", RANK, folder=tmp_path)
+    assert first == second
+    assert "0.0," not in first, "a head was never measured"

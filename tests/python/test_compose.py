@@ -17,11 +17,13 @@ from typing import Any
 import back_lite
 import cases
 import comparer
+import composition
 import oracle
 import pytest
 import torch
 from back_lite import BackLite, attention, ops
 from cases import Case
+from composition import Block, make_block, step
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,48 +51,13 @@ def _forget_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Block(nn.Module):
-    """A layer as models have them: projections around attention, and a use of LSE."""
-
-    def __init__(self, negl_prob: Any = 0.0, num_heads: int = 4, width: int = 32) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.project = nn.Linear(width, 3 * width)
-        self.attn = BackLite(negl_prob)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        out, lse = self.attn(q, k, v, causal=True, return_softmax_lse=True)
-        return x + out.flatten(2) * lse.transpose(1, 2).mean(dim=-1, keepdim=True).tanh()
-
-
-def step(function: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor) -> list[Tensor]:
-    """Loss and gradients of one training step, in x as well."""
-    block.zero_grad()
-    x = x.detach().requires_grad_()
-    loss = function(x).square().mean()
-    loss.backward()
-    grads = [p.grad.clone() for p in block.parameters() if p.grad is not None]
-    assert x.grad is not None
-    return [loss.detach(), x.grad, *grads]
-
-
-def make_block(negl_prob: Any = 0.0) -> tuple[Block, Tensor]:
-    torch.manual_seed(0)
-    return Block(negl_prob), torch.randn(2, 300, 32)
-
-
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 @needs_operators
 def test_row38_compiled_training_step(negl_prob: float) -> None:
-    """No graph break, and what eager computes."""
-    block, x = make_block(negl_prob)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for a, b in zip(step(block, block, x), step(compiled, block, x), strict=True):
-        torch.testing.assert_close(a, b)
+    composition.check_compiled_step(negl_prob, "cpu", backend="aot_eager")
 
 
 @pytest.mark.needs_compiler
@@ -100,10 +67,8 @@ def test_row38_compiled_training_step(negl_prob: float) -> None:
     reason="what torch before 2.5 compiles switches subnormals off in the whole process",
 )
 def test_row38_inductor() -> None:
-    block, x = make_block(0.3)
-    compiled = torch.compile(block, fullgraph=True)
-    for a, b in zip(step(block, block, x), step(compiled, block, x), strict=True):
-        torch.testing.assert_close(a, b)
+    """The mode is one of GPUs; here it must not be in the way."""
+    composition.check_compiled_step(0.3, "cpu", mode="reduce-overhead")
 
 
 @needs_operators
@@ -146,46 +111,26 @@ def test_row38_density_of_compiled_calls(device: str) -> None:
 
 @needs_operators
 def test_row40_no_recompile_when_negl_prob_changes() -> None:
-    """Scalar or per head, any number of times; only between zero and non-zero."""
-    block, x = make_block(0.1)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, fullgraph=True, backend=counter)
-    changes = [0.1, 0.3, 0.02, [0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.0], torch.tensor(0.25), 0.9]
-    seen = set()
-    for negl_prob in changes:
-        block.attn.negl_prob = negl_prob
-        results = step(compiled, block, x)
-        for a, b in zip(step(block, block, x), results, strict=True):
-            torch.testing.assert_close(a, b)
-        seen.add(float(results[1].double().sum()))
+    composition.check_changes_of_negl_prob("cpu", lambda: counter.frame_count, backend=counter)
     assert counter.frame_count == 1
-    assert len(seen) > len(changes) // 2, "the changes have an effect"
-    block.attn.negl_prob = 0.0
-    step(compiled, block, x)
-    block.attn.negl_prob = 0.1
-    step(compiled, block, x)
-    assert counter.frame_count == 2
 
 
 @needs_operators
-def test_row40_no_recompile_per_length() -> None:
-    block, _ = make_block(0.3)
+def test_row40_recompiles_between_zero_and_non_zero_alone() -> None:
+    block, x = make_block(0.1)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
-    for i in range(20):
-        x = torch.randn(2, 150 + 37 * i, 32)
-        torch._dynamo.mark_dynamic(x, 1)
-        with torch.no_grad():
-            eager = block(x)
-        expected = step(block, block, x)
-        x = x.detach().requires_grad_()
-        torch._dynamo.mark_dynamic(x, 1)
-        block.zero_grad()
-        out = compiled(x)
-        torch.testing.assert_close(out, eager)
-        out.square().mean().backward()
-        torch.testing.assert_close(x.grad, expected[1])
-    assert counter.frame_count == 1
+    for negl_prob in (0.1, 0.0, 0.3, [0.0, 0.0, 0.0, 0.0], [0.0, 0.1, 0.0, 0.0]):
+        block.attn.negl_prob = negl_prob
+        composition.assert_steps_alike(step(compiled, block, x), step(block, block, x))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@needs_operators
+def test_row40_no_recompile_per_length(dynamic: bool | None) -> None:
+    composition.check_lengths("cpu", dynamic)
 
 
 @needs_operators
@@ -199,6 +144,43 @@ def test_row40_no_recompile_per_key_length(device: str) -> None:
         out = compiled(*leaves, causal=True)
         assert torch.equal(out, attn(*leaves, causal=True))
     assert counter.frame_count == 1
+
+
+@needs_operators
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "compiled_autograd"),
+    reason="torch before 2.5 has no switch for compiled autograd",
+)
+def test_row38_compiled_autograd() -> None:
+    composition.check_compiled_autograd("cpu")
+
+
+@needs_operators
+def test_row38_compiled_transform(device: str) -> None:
+    query, key, value = CASE.inputs(device)[:3]
+    negl_prob = torch.tensor(0.3)
+
+    def gradient(query: Tensor) -> Tensor:
+        def loss(query: Tensor) -> Tensor:
+            return attention(query, key, value, negl_prob, causal=True).sin().sum()
+
+        return torch.func.grad(loss)(query)
+
+    compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(query), gradient(query))
+
+
+@needs_operators
+def test_row38_export() -> None:
+    """A program for other lengths as well, and with its gradients."""
+    block, x = make_block(0.3)
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (x,), dynamic_shapes={"x": {1: length}})
+    shorter = x[:, :200].detach().requires_grad_()
+    out, expected = program.module()(shorter), block(shorter)
+    assert torch.equal(out, expected)
+    ours, theirs = (torch.autograd.grad(t.sin().sum(), shorter)[0] for t in (out, expected))
+    assert torch.equal(ours, theirs)
 
 
 # ---- Checkpointing -------------------------------------------------------------------------------
@@ -249,13 +231,7 @@ def test_a_call_below_autograd_builds_no_graph(device: str) -> None:
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_row42_checkpointing_is_bitwise(use_reentrant: bool, negl_prob: float) -> None:
-    block, x = make_block(negl_prob)
-
-    def checkpointed(x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=use_reentrant)
-
-    for a, b in zip(step(block, block, x), step(checkpointed, block, x), strict=True):
-        assert torch.equal(a, b)
+    composition.check_checkpointing(use_reentrant, negl_prob, "cpu")
 
 
 @needs_operators
@@ -277,29 +253,7 @@ def test_row42_checkpointing_compiled() -> None:
     reason="torch before 2.5 has no policies of selective checkpointing",
 )
 def test_row42_selective_checkpointing_saves_the_attention(negl_prob: float) -> None:
-    """A policy can keep the operator's outputs, bits included, and recompute the rest."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    block, x = make_block(negl_prob)
-    calls = []
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator is torch.ops.back_lite.attention.default:
-            calls.append(context.is_recompute)
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    def checkpointed(x: Tensor) -> Tensor:
-        return checkpoint(
-            block,
-            x,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(policy),
-        )
-
-    for a, b in zip(step(block, block, x), step(checkpointed, block, x), strict=True):
-        assert torch.equal(a, b)
-    assert calls, "the policy sees the operator"
+    composition.check_selective_checkpointing(negl_prob, "cpu")
 
 
 # ---- Autograd and transforms ---------------------------------------------------------------------
@@ -518,7 +472,7 @@ def test_pickle_is_small(device: str) -> None:
 def test_state_dict_is_empty() -> None:
     block, _ = make_block(0.1)
     assert not BackLite([0.1, 0.2]).state_dict()
-    assert set(block.state_dict()) == {"project.weight", "project.bias"}
+    assert all(name.startswith(("project.", "join.")) for name in block.state_dict())
     other = Block(0.3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,0 +1,36 @@
+"""DistributedDataParallel and FSDP2 around a model that uses BackLite: two processes, gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import child
+import pytest
+import ranks
+import torch
+from torch import distributed
+
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this build of torch has no gloo",
+)
+
+
+def run(scenario: str, folder: Path) -> None:
+    child.run_ranks(ranks.__file__, scenario, "cpu", folder=folder)
+
+
+def test_ddp(tmp_path: Path) -> None:
+    run("ddp", tmp_path)
+
+
+def test_ddp_leaves_thresholds_alone(tmp_path: Path) -> None:
+    run("ddp_thresholds", tmp_path)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed, "fsdp") or not hasattr(torch.library, "register_fake"),
+    reason="torch before 2.4 has no FSDP2",
+)
+def test_fsdp2(tmp_path: Path) -> None:
+    run("fsdp2", tmp_path)
