@@ -1,4 +1,4 @@
-"""The command line: ``python -m back_lite calibrate`` and ``python -m back_lite report``."""
+"""The command line: ``python -m back_lite`` with ``calibrate``, ``report`` or ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from . import _doctor
+
+if sys.argv[1:2] == ["doctor"]:  # before anything that needs torch or the library
+    sys.exit(_doctor.main(sys.argv[2:]))
 
 from ._calibrate import Measurement, calibrate, choose
 from ._calibration import PER, Calibration, Target
@@ -56,6 +61,7 @@ def _parse() -> argparse.Namespace:
     command.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write into (%(default)s)"
     )
+    commands.add_parser("doctor", help="say what a bug report needs, and check the library")
     return parser.parse_args()
 
 

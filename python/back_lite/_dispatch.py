@@ -15,10 +15,24 @@ __all__ = [
     "autocast_dtype",
     "backward",
     "call_attention",
+    "hides_gradients",
     "is_compiling",
     "is_readable",
     "select",
 ]
+
+
+# Seen with 2.11, 2.13, 2.14 and 2.15. That of 2.4 cannot be asked while it compiles: transforms of
+# torch.func in compiled code get the exact gradient there.
+_CAN_ASK = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+
+
+def hides_gradients() -> bool:
+    """Tell whether code inside a transform of torch.func is being compiled.
+
+    Torch before 2.15 calls ``requires_grad`` False there, also where the transform is a gradient.
+    """
+    return _CAN_ASK and is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

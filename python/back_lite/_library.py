@@ -54,8 +54,7 @@ def _find() -> Path:
     )
 
 
-def _load() -> Any:
-    path = _find()
+def _load(path: Path) -> Any:
     try:
         tvm_ffi = _import_tvm_ffi()
     except ImportError as error:
@@ -69,7 +68,8 @@ def _load() -> Any:
         raise ImportError(f"back_lite: cannot load {path}: {error}", path=str(path)) from error
 
 
-_module = _load()
+path: Path = _find()
+_module = _load(path)
 
 forward: Callable[..., None] = _module.forward
 forward_scratch_bytes: Callable[..., int] = _module.forward_scratch_bytes

@@ -49,7 +49,10 @@ def _attend(
             "module moves with module.to(), from the meta device with module.to_empty()"
         )
     needs_grad = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or _dispatch.hides_gradients()
     )
     if not needs_grad:
         negl_prob = None

@@ -391,6 +391,21 @@ def test_row44_func_grad() -> None:
         hopper.assert_near("gradient", a, b)
 
 
+def test_row38_compiled_transform() -> None:
+    """It skips what eager code skips."""
+    query, key, value = CASE.inputs("cuda")[:3]
+    negl_prob = torch.tensor(0.3, device="cuda")
+
+    def gradient(query: Tensor) -> Tensor:
+        def loss(query: Tensor) -> Tensor:
+            return attention(query, key, value, negl_prob, causal=True).float().sin().sum()
+
+        return torch.func.grad(loss)(query)
+
+    compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    hopper.assert_near("gradient", compiled(query), gradient(query))
+
+
 def test_row43_double_backward_is_refused() -> None:
     leaves = leaves_of(CASE)
     out = attention(*leaves, 0.3, causal=True)

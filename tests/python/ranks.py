@@ -47,6 +47,14 @@ def mean_over_ranks(model: nn.Module, device: str) -> list[Tensor]:
     return [a / 2 + b / 2 for a, b in zip(*of_ranks, strict=True)]
 
 
+def has_fsdp2() -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed import fsdp
+
+    return hasattr(fsdp, "fully_shard")
+
+
 def ddp(rank: int, device: str) -> None:
     """Averaged gradients."""
     model = Model(device)
@@ -65,7 +73,7 @@ def ddp_thresholds(rank: int, device: str) -> None:
     expected = step(alone, alone, x)[1]
     wrapped = DistributedDataParallel(model)
     functions = [wrapped]
-    if hasattr(torch.library, "register_fake"):
+    if hasattr(torch.library, "register_vmap"):  # before 2.5, DDP compiles no checkpoint
         functions.append(torch.compile(wrapped, backend="aot_eager"))
     for function in functions:
         assert_steps_alike([step(function, model, x)[1]], [expected])
@@ -74,11 +82,7 @@ def ddp_thresholds(rank: int, device: str) -> None:
 def fsdp2(rank: int, device: str) -> None:
     """Sharded parameters, layer by layer, each layer compiled or not."""
     from torch.distributed.device_mesh import init_device_mesh
-
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device, (WORLD,))
     x = data_of(rank, device)

@@ -7,7 +7,6 @@ from pathlib import Path
 import child
 import pytest
 import ranks
-import torch
 from torch import distributed
 
 pytestmark = pytest.mark.skipif(
@@ -28,9 +27,6 @@ def test_ddp_leaves_thresholds_alone(tmp_path: Path) -> None:
     run("ddp_thresholds", tmp_path)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.distributed, "fsdp") or not hasattr(torch.library, "register_fake"),
-    reason="torch before 2.4 has no FSDP2",
-)
+@pytest.mark.skipif(not ranks.has_fsdp2(), reason="torch before 2.6 has no FSDP2 for the CPU")
 def test_fsdp2(tmp_path: Path) -> None:
     run("fsdp2", tmp_path)
