@@ -56,7 +56,7 @@ struct ScheduleLayout {
   int64_t max_items;
   Header* header;
   int32_t* live;          // [num_columns]: live tiles
-  WorkItem* items;        // [max_items]: longest first within a group of heads
+  WorkItem* items;        // [max_items]: see plan_sm90.cuh for their order
   int32_t* slot_columns;  // [max_slots]: which column each slot belongs to
   size_t bytes;
 
