@@ -12,6 +12,9 @@ import torch
 from cases import Case, Inputs
 from torch import Tensor
 
+# Sums of float32 in another order, rounded to 16 bits: a few last bits differ.
+NEAR = 2.0**-9
+
 
 def library(case: Case, inputs: Inputs, negl_prob: Any = 0.0) -> oracle.Results:
     """Gradients are not asked to be deterministic: memory is poisoned through that switch."""
@@ -34,11 +37,10 @@ def assert_alike(a: oracle.Results, b: oracle.Results) -> None:
 
 
 def assert_near(name: str, a: Tensor, b: Tensor) -> None:
-    """Sums of float32 in another order, rounded to 16 bits: a few last bits differ."""
     assert a.shape == b.shape
     assert a.isfinite().all()
     difference = float((a.double() - b.double()).norm())
-    assert difference <= 2.0**-9 * float(b.double().norm()), f"{name}: {difference}"
+    assert difference <= NEAR * float(b.double().norm()), f"{name}: {difference}"
 
 
 def milliseconds(function: Callable[[], object], rounds: int = 20) -> float:
