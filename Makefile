@@ -1,7 +1,7 @@
 # All set-up is done by the commands themselves: see tools/with_env.sh.
 ENV := tools/with_env.sh
 
-.PHONY: help demo test bench lint format docs build compat sanitize clean
+.PHONY: help demo test bench results lint format docs build compat sanitize clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):  *## */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -14,6 +14,9 @@ test:  ## run every test: C++, Python, style, types, layering, docs
 
 bench:  ## measure the CPU backend against torch's attention; writes build/bench/
 	@$(ENV) bash -c 'tools/build.sh && python benchmarks/cpu.py $(BENCH_ARGS)'
+
+results:  ## write docs/results.md and its figures from the JSON in docs/results/
+	@$(ENV) python -m benchmarks.results
 
 lint:  ## check style, types, layering and docs, without building
 	@$(ENV) tools/lint.sh

@@ -16,7 +16,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("tqdm", reason="the examples show a progress bar")
-sys.path.insert(0, str(ROOT))  # for examples.transformers, wherever pytest was started
 
 # Half of the attention may be left out, so that even an untrained model skips tiles.
 TINY = ("--size", "small", "--context", "512", "--steps", "14", "--negl-prob", "0.5",

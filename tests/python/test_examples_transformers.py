@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ if not is_torch_available():
     pytest.skip("transformers does not accept this torch", allow_module_level=True)
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.transformers.attention import use_back_lite
 
 LENGTH = 300

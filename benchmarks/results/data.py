@@ -1,0 +1,162 @@
+"""What the JSON in docs/results/ holds, and the numbers that follow from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+GRADIENTS = ("dQ", "dK", "dV")
+EXTRA = ("select", "schedule")  # what a sparse pass has and an exact one has not
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of examples.train_lm."""
+
+    content: Json
+
+    @property
+    def negl_prob(self) -> float:
+        return float(self.content["settings"]["negl_prob"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.content["settings"]["seed"])
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the validations, in order."""
+        return [loss for _, loss in self.content["run"]["validation"]]
+
+    @property
+    def loss(self) -> float:
+        return self.losses[-1]
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the second half, in which attention has become selective."""
+        seconds = self.content["run"]["step_seconds"]
+        return 1e3 * statistics.median(seconds[len(seconds) // 2 :])
+
+    @property
+    def skipped(self) -> list[tuple[int, float]]:
+        """(step, mean over the layers)."""
+        return [(s, 1.0 - statistics.fmean(layers)) for s, layers in self.content["run"]["density"]]
+
+    @property
+    def skipped_at_end(self) -> float:
+        """Mean over the last quarter of the training."""
+        return statistics.fmean(share for _, share in self.skipped[-len(self.skipped) // 4 :])
+
+
+@dataclass
+class Data:
+    trainings: dict[float, list[Training]] = field(default_factory=dict)  # by negl_prob and seed
+    again: list[Training] = field(default_factory=list)  # repetitions of some of them
+    layers: dict[str, Json] = field(default_factory=dict)  # by name of the model
+    steps: list[Json] = field(default_factory=list)
+    smollm2: Json | None = None
+    stages: Json | None = None
+
+
+def read_trainings(folder: Path) -> list[Training]:
+    runs = [Training(json.loads(path.read_text())) for path in folder.glob("*.json")]
+    return sorted(runs, key=lambda run: (run.negl_prob, run.seed))
+
+
+def load(folder: Path) -> Data:
+    def read(name: str) -> Json | None:
+        path = folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    data = Data(smollm2=read("smollm2.json"), stages=read("stages.json"))
+    for run in read_trainings(folder / "training"):
+        data.trainings.setdefault(run.negl_prob, []).append(run)
+    data.again = read_trainings(folder / "training_again")
+    trained = read("layers.json")
+    if trained is not None:
+        data.layers["The language model trained here"] = trained
+    if data.smollm2 is not None:
+        data.layers["SmolLM2-135M"] = data.smollm2
+    data.steps = [json.loads(p.read_text()) for p in sorted(folder.glob("speed*.json"))]
+    return data
+
+
+# -------------------------------------------------------------------------------------- numbers
+
+
+def spread(values: Sequence[float], digits: int = 4, sign: str = "") -> str:
+    mean = format(statistics.fmean(values), f"{sign}.{digits}f")
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def differences(data: Data, negl_prob: float) -> list[float]:
+    """Validation loss minus that of the exact training of the same seed."""
+    exact = {run.seed: run.loss for run in data.trainings[0.0]}
+    runs = data.trainings[negl_prob]
+    return [run.loss - exact[run.seed] for run in runs if run.seed in exact]
+
+
+def repeated(data: Data) -> list[tuple[Training, list[float]]]:
+    """A training that was made twice, and how far apart its validation losses were."""
+    pairs = [
+        (again, first)
+        for again in data.again
+        for first in data.trainings.get(again.negl_prob, [])
+        if first.seed == again.seed
+    ]
+    return [(a, [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]) for a, b in pairs]
+
+
+def contexts(data: Data) -> Iterable[tuple[Json, Json]]:
+    """(file, one context of it), shortest first."""
+    pairs = [(found, context) for found in data.steps for context in found["contexts"]]
+    return sorted(pairs, key=lambda pair: pair[1]["context"])
+
+
+def pair_ms(row: Json, density: str | None) -> float:
+    """Forward and backward of one length: exact (None), or with a share of live tiles."""
+    ms = row["ms"]
+    if density is None:
+        return float(ms["forward"] + ms["backward"])
+    return float(ms["forward_with_statistics"] + ms["select"] + ms[f"backward_{density}"])
+
+
+def length_name(length: int) -> str:
+    return f"{length // 1024}k"
+
+
+def live_shares(row: Json) -> list[str]:
+    return [name.removeprefix("backward_") for name in row["density"]]
+
+
+def break_even(row: Json) -> float:
+    """Share of tiles that must be skipped before a sparse pass is the faster one.
+
+    Between the measured shares time is taken for linear.
+    """
+    points = [(1.0, float(row["ms"]["backward"]))]
+    points += [(row["density"][f"backward_{d}"], row["ms"][f"backward_{d}"]) for d in
+               live_shares(row)]  # fmt: skip
+    extra = row["ms"]["forward_with_statistics"] - row["ms"]["forward"] + row["ms"]["select"]
+    allowed = points[0][1] - extra
+    for (more, slow), (less, fast) in itertools.pairwise(points):
+        if fast <= allowed:
+            return 1.0 - (less + (more - less) * (allowed - fast) / (slow - fast))
+    return 1.0
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine(content: Json) -> str:
+    versions = content["versions"]
+    return f"{content['machine']['gpu']}, torch {versions['torch']}"

@@ -1,0 +1,75 @@
+"""The section of docs/results.md that says where the sparse backward does not pay."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from .data import Data, break_even, contexts, length_name, live_shares, pair_ms
+
+
+def does_not_pay(data: Data) -> Iterator[str]:
+    yield "## Where it does not pay"
+    points = []
+    if data.stages is not None:
+        rows = data.stages["lengths"]
+        short, share = rows[0], live_shares(rows[0])[-1]
+        gains = {
+            row["length"]: pair_ms(row, None) / pair_ms(row, share) for row in (short, rows[-1])
+        }
+        points.append(
+            f"**Short contexts.** With {float(share):.0%} of the tiles live, forward and backward "
+            f"together are {gains[short['length']]:.2f} times as fast as exact at "
+            f"{length_name(short['length'])}, and {gains[rows[-1]['length']]:.2f} times at "
+            f"{length_name(rows[-1]['length'])}. And short contexts have less to skip."
+        )
+        shares = ", ".join(f"{break_even(row):.0%} at {length_name(row['length'])}" for row in rows)
+        points.append(
+            "**Dense layers.** Statistics and selection cost something whatever is skipped. A "
+            f"layer must skip more than this for its backward to win that back: {shares}. Layers "
+            "that skip less are better left at `negl_prob=0`, which records nothing."
+        )
+    for name, model in data.layers.items():
+        found = [next(r for r in layer if r["negl_prob"] == 0.05) for layer in model["layers"]]
+        least = min(range(len(found)), key=lambda index: found[index]["skipped"])
+        points.append(
+            f"**{name}** at 0.05: layer {least + 1} skips {found[least]['skipped']:.0%}; the mean "
+            f"over the layers is {statistics.fmean(row['skipped'] for row in found):.0%}."
+        )
+    if data.trainings:
+        value = next((v for v in data.trainings if v == 0.05), max(data.trainings))
+        early = [share for run in data.trainings[value] for step, share in run.skipped
+                 if run.content["settings"]["exact_steps"] < step <= 40]  # fmt: skip
+        points.append(
+            f"**The start of a training.** Attention that has learned nothing is even: until "
+            f"step 40, {statistics.fmean(early):.0%} of the tiles are skipped at {value:g}."
+        )
+    if data.steps:
+        _, context = next(iter(contexts(data)))
+        best = max(context["steps"], key=lambda row: row["speedup_over_exact"])
+        points.append(
+            f"**Steps in which attention is a small part.** At {context['context']} bytes the "
+            f"whole step is at most {best['speedup_over_exact']:.2f} times as fast as the exact "
+            "one: its other parts do not change. This model has attention twice as wide as its "
+            "other parts; a model with more work in them gains less."
+        )
+    if data.smollm2 is not None:
+        runs = data.smollm2["trainings"]
+        times = {name: statistics.median(run["step_seconds"]) for name, run in runs.items()}
+        ratios = " and ".join(
+            f"{times['0'] / time:.2f} ({name})"
+            for name, time in times.items()
+            if name not in ("sdpa", "0")
+        )
+        points.append(
+            "**Few, narrow heads and many layers.** SmolLM2's step, 30 layers with 9 heads of 64 "
+            "and one sequence, has little attention and many calls: exact it runs at "
+            f"{times['sdpa'] / times['0']:.2f} of SDPA's speed, and sparse at {ratios} of the "
+            "exact speed, whatever is skipped."
+        )
+    points.append(
+        "**One sequence and few heads.** Then few columns of tiles share the multiprocessors, and "
+        "skewed masks leave some idle: [the backward's tables](hopper-backward.md#speed) have "
+        "batch 1 with 8 heads."
+    )
+    yield "\n".join(f"* {point}" for point in points)

@@ -1,0 +1,63 @@
+"""docs/results.md follows from its JSON, and the numbers that it derives are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results.data import Data, Training, break_even, differences, load, repeated
+from benchmarks.results.text import write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_that_of_the_json() -> None:
+    text = write(load(ROOT / "docs/results"))
+    assert (ROOT / "docs/results.md").read_text() == text, "make results"
+
+
+def test_what_is_missing_leaves_its_section_out(tmp_path: Path) -> None:
+    text = write(load(tmp_path))
+    assert "## A training" not in text
+    assert "## Stages" not in text
+
+
+def row(extra_ms: float) -> dict[str, Any]:
+    """Backward times of 10 ms dense, 6 at half of the tiles and 4 at a quarter."""
+    return {
+        "ms": {
+            "forward": 5.0,
+            "forward_with_statistics": 5.0 + extra_ms / 2,
+            "select": extra_ms / 2,
+            "backward": 10.0,
+            "backward_0.5": 6.0,
+            "backward_0.25": 4.0,
+        },
+        "density": {"backward_0.5": 0.5, "backward_0.25": 0.25},
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra_ms", "skipped"), [(0.0, 0.0), (2.0, 0.25), (4.0, 0.5), (5.0, 0.625), (7.0, 1.0)]
+)
+def test_break_even(extra_ms: float, skipped: float) -> None:
+    assert break_even(row(extra_ms)) == pytest.approx(skipped)
+
+
+def training(negl_prob: float, seed: int, *losses: float) -> Training:
+    run = {"validation": [[step, loss] for step, loss in enumerate(losses)]}
+    return Training({"settings": {"negl_prob": negl_prob, "seed": seed}, "run": run})
+
+
+def test_trainings_are_compared_by_seed() -> None:
+    data = Data(
+        trainings={
+            0.0: [training(0.0, 0, 3.0, 2.0), training(0.0, 1, 3.0, 1.0)],
+            0.1: [training(0.1, 1, 3.0, 1.5), training(0.1, 7, 9.0, 9.0)],
+        },
+        again=[training(0.0, 1, 3.5, 1.25)],
+    )
+    assert differences(data, 0.1) == [0.5]
+    assert [apart for _, apart in repeated(data)] == [[0.5, 0.25]]
