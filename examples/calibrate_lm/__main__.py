@@ -1,17 +1,20 @@
 """Calibrates the demo's language model and looks at text that the calibration has not seen.
 
-    python -m examples.calibrate_lm --steps 100
+    python -m examples.calibrate_lm --steps 300
 
 Trains the demo's model with exact gradients (once: it is kept in --out), chooses thresholds for two
-targets on training text, and measures them on other text, against the best single threshold.
+targets on training text, with and without the margin for the spread between batches, and measures
+them on other text, against the best single threshold.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +25,39 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.machine import describe
-from examples.train_lm.__main__ import LanguageModel, Run, load_text, windows
+from examples.train_lm.__main__ import (
+    DEFAULTS,
+    LanguageModel,
+    Run,
+    default_device,
+    learning_rate,
+    load_text,
+    windows,
+)
 
 TARGETS = (Target(cosine=0.99), Target(relative_l2=0.1))
-LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
+PEAK_LEARNING_RATE = DEFAULTS["small"]["learning_rate"]
+MARGINS = (2.0, 0.0)  # standard errors; the first is calibrate's own
 WITHIN = 1.2  # of the target, on unseen text
 MOST = 0.95  # of the heads
 
 
-def draw(text: Tensor, count: int, context: int, seed: int) -> list[Tensor]:
+def draw(text: Tensor, count: int, size: int, context: int, seed: int, device: str) -> list[Tensor]:
+    """Batches of ``size`` random windows."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - context - 1, (count, 1), generator=generator)
-    return [windows(text, start, context, "cpu") for start in starts]
+    starts = torch.randint(len(text) - context - 1, (count, size), generator=generator)
+    return [windows(text, start, context, device) for start in starts]
 
 
 def trained_model(args: argparse.Namespace, text: Tensor) -> LanguageModel:
     path = args.out / f"model_{args.steps}_{args.context}_{args.seed}.pt"
-    run = Run(0.0, args.seed, "cpu")
+    run = Run(0.0, args.seed, args.device)
     if path.exists():
         run.model.load_state_dict(torch.load(path, weights_only=True))
         return run.model
-    batches = draw(text, args.steps, args.context, args.seed)
+    batches = draw(text, args.steps, 1, args.context, args.seed, args.device)
     for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
-        run.step(batch, LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS))
+        run.step(batch, learning_rate(PEAK_LEARNING_RATE, step, args.steps))
     torch.save(run.model.state_dict(), path)
     return run.model
 
@@ -68,6 +81,7 @@ def judge(target: Target, chosen: Calibration, unseen: Calibration) -> dict[str,
     single = max((i for i, s in enumerate(share.tolist()) if s >= MOST), default=None)
     return {
         "target": str(target),
+        "margin": chosen.margin,
         "negl_prob": picks,
         "heads_within": float((error <= WITHIN * target.error).double().mean()),
         "heads_within_target_itself": float((error <= target.error).double().mean()),
@@ -82,30 +96,38 @@ def judge(target: Target, chosen: Calibration, unseen: Calibration) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.calibrate_lm", description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="of training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="of training (%(default)s)")
     parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
     parser.add_argument("--batches", type=int, default=8, help="to calibrate on (%(default)s)")
     parser.add_argument("--unseen", type=int, default=8, help="to check on (%(default)s)")
+    parser.add_argument("--size", type=int, default=1, help="windows in a batch (%(default)s)")
     parser.add_argument(
         "--values", type=float, nargs="+", help="negl_prob to measure (default: calibrate's own)"
     )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there are kernels)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
+    args.device = args.device or default_device()
     args.out.mkdir(parents=True, exist_ok=True)
     train_text, other_text = load_text()
     model = trained_model(args, train_text)
-    batches = draw(train_text, args.batches, args.context, args.seed + 1)
-    unseen_batches = draw(other_text, args.unseen, args.context, args.seed + 2)
-    bar = tqdm(unseen_batches, desc="unseen text", unit="batch", dynamic_ncols=True)
-    unseen = back_lite.calibrate(model, bar, TARGETS[0], values=args.values)
+
+    def batches(text: Tensor, count: int, seed: int, what: str) -> Iterable[Tensor]:
+        drawn = draw(text, count, args.size, args.context, args.seed + seed, args.device)
+        return tqdm(drawn, desc=what, unit="batch", dynamic_ncols=True)
+
+    unseen_batches = batches(other_text, args.unseen, 2, "unseen text")
+    unseen = back_lite.calibrate(model, unseen_batches, TARGETS[0], values=args.values)
     partial = args.out / "calibration.partial.json"
     partial.unlink(missing_ok=True)
     results = []
-    for number, target in enumerate(TARGETS):
-        # What is measured does not depend on the target: the second one reads the partial file.
-        bar = tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
-        chosen = back_lite.calibrate(model, bar, target, values=args.values, partial=partial)
+    for number, (target, margin) in enumerate(itertools.product(TARGETS, MARGINS)):
+        # What is measured depends on neither: all but the first read the partial file.
+        bar = batches(train_text, args.batches, 1, "calibrating")
+        chosen = back_lite.calibrate(
+            model, bar, target, values=args.values, margin=margin, partial=partial
+        )
         chosen.save(args.out / f"calibration_{number + 1}.json")
         print(chosen)
         results.append(judge(target, chosen, unseen))

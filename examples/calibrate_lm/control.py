@@ -3,7 +3,7 @@
     python -m examples.calibrate_lm.control --steps 240 --context 1024 --every 10
 
 Every --check steps, the thresholds in force are measured on fixed windows of other text, all heads
-whole. Writes control.json and control.png into --out.
+whole. Writes control.json and control.png into --out. The learning rate is that of the demo.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.machine import describe
-from examples.train_lm.__main__ import LanguageModel, Run, load_text
+from examples.train_lm.__main__ import (
+    LanguageModel,
+    Run,
+    default_device,
+    learning_rate,
+    load_text,
+)
 from examples.train_lm.compare import record_calls
 
-from .__main__ import LEARNING_RATE, WARMUP_STEPS, draw
-
-WINDOWS = 4  # to check on
+from .__main__ import PEAK_LEARNING_RATE, draw
 
 
-def check(model: LanguageModel, windows: list[torch.Tensor]) -> dict[str, list[float]]:
+def check(model: LanguageModel, batches: list[torch.Tensor]) -> dict[str, list[float]]:
     """Error and density of every head, with the thresholds in force."""
     sums: dict[int, back_lite.GradientComparison] = {}
-    for window in windows:
-        for layer, call in enumerate(record_calls(model, window)):
+    for batch in batches:
+        for layer, call in enumerate(record_calls(model, batch)):
             value = model.attentions()[layer].negl_prob
             tensors = call.query, call.key, call.value, call.grad_out
-            found = back_lite.compare_gradients(*tensors, [value], causal=True)
+            found = back_lite.compare_gradients(*tensors, [value], **call.options)
             sums[layer] = sums[layer] + found if layer in sums else found
     return {
         "error": torch.cat([found.error[0] for found in sums.values()]).tolist(),
@@ -60,9 +64,13 @@ def draw_checks(checks: list[dict[str, Any]], target: Target, warmup: int, path:
         top.plot(steps, [c["error"][head] for c in after], color="#56B4E9", linewidth=0.8)
         bottom.plot(steps, [c["negl_prob"][head] for c in after], color="#E69F00", linewidth=0.9)
     top.plot(steps, [statistics.median(c["error"]) for c in after], color="black", linewidth=2.5)
+    top.axhspan(target.error / 1.2, 1.2 * target.error, color="#D55E00", alpha=0.15, linewidth=0)
     top.axhline(target.error, color="#D55E00", linestyle="--", linewidth=1.5)
     top.set_ylabel("relative L2, worst of dQ, dK, dV")
-    top.set_title(f"Heads (thin), their median (black) and the target {target.error:g}", loc="left")
+    top.set_title(
+        f"Heads (thin), their median (black), the target {target.error:g} and 20% around it",
+        loc="left",
+    )
     bottom.set_ylabel("negl_prob")
     bottom.set_title("Thresholds of the heads", loc="left")
     bottom.set_xlabel("training step")
@@ -79,41 +87,51 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=240, help="of training (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="bytes read (%(default)s)")
+    parser.add_argument("--size", type=int, default=1, help="windows in a batch (%(default)s)")
     parser.add_argument("--every", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--warmup", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--check", type=int, default=20, help="steps between (%(default)s)")
+    parser.add_argument("--unseen", type=int, default=4, help="batches to check on (%(default)s)")
     parser.add_argument("--relative-l2", type=float, default=0.1, help="target (%(default)s)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there are kernels)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
+    device = args.device or default_device()
+    # Of the CPU its own time: other programs run there too.
+    clock = time.process_time if device == "cpu" else time.perf_counter
     args.out.mkdir(parents=True, exist_ok=True)
     train_text, other_text = load_text()
     target = Target(relative_l2=args.relative_l2)
-    run = Run(0.0, args.seed, "cpu")
+    run = Run(0.0, args.seed, device)
     records: list[dict[str, Any]] = []
     controller = back_lite.Controller(
         run.model, target, every=args.every, warmup=args.warmup, log=records.append
     )
-    windows = draw(other_text, WINDOWS, args.context, args.seed + 2)
+    unseen = draw(other_text, args.unseen, args.size, args.context, args.seed + 2, device)
     checks: list[dict[str, Any]] = []
-    seconds: dict[int, list[float]] = {}  # CPU time of a step, by the layers measured in it
-    batches = draw(train_text, args.steps, args.context, args.seed)
+    seconds: dict[int, list[float]] = {}  # of a step, by the layers measured in it
+    idle: list[float] = []  # of the controller, in a step without a measurement
+    batches = draw(train_text, args.steps, args.size, args.context, args.seed, device)
     for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
-        start, known = time.process_time(), len(records)
-        run.step(batch, LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS))
-        spent = time.process_time() - start
+        start, known = clock(), len(records)
+        run.step(batch, learning_rate(PEAK_LEARNING_RATE, step, args.steps))
+        spent = clock() - start
         if (step + 1) % args.check == 0:
-            checks.append({"step": step + 1, **check(run.model, windows)})
-        start = time.process_time()
+            checks.append({"step": step + 1, **check(run.model, unseen)})
+        start = clock()
         controller.step()
-        spent += time.process_time() - start
+        own = clock() - start
         if step >= args.warmup:
-            seconds.setdefault(len(records) - known, []).append(spent)
+            seconds.setdefault(len(records) - known, []).append(spent + own)
+            if len(records) == known:
+                idle.append(own)
     medians = {count: statistics.median(times) for count, times in sorted(seconds.items())}
     layers = len(run.model.attentions())
     cost = None  # unknown where every step measures
     if 0 in medians and 1 in medians:
-        cost = layers * (medians[1] - medians[0]) / (100 * medians[0])
+        without = medians[0] - statistics.median(idle)
+        cost = (layers * medians[1] + (100 - layers) * medians[0]) / (100 * without) - 1
     after = [c for c in checks if c["step"] > args.warmup]
     ratios = [statistics.median(c["error"]) / target.error for c in after]
     content = {
@@ -121,7 +139,9 @@ def main() -> None:
         **describe(),
         "median_error_over_target": ratios,
         "skipped": [1.0 - statistics.fmean(c["density"]) for c in after],
-        "step_cpu_seconds": medians,
+        "clock": "CPU" if device == "cpu" else "wall",
+        "step_seconds": medians,
+        "idle_seconds": statistics.median(idle) if idle else None,
         "cost_at_every_100": cost,
         "final_negl_prob": checks[-1]["negl_prob"],
         "checks": checks,

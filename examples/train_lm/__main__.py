@@ -34,7 +34,14 @@ from .model import LARGE, SHAPES, LanguageModel
 from .text import CORPORA, Text, load_text, read, windows
 from .training import Run
 
-__all__ = ["LanguageModel", "Run", "load_text", "main", "windows"]  # for other examples too
+__all__ = [
+    "LanguageModel",
+    "Run",
+    "learning_rate",
+    "load_text",
+    "main",
+    "windows",
+]  # for other examples too
 
 HELP = "Trains a causal language model of bytes, exact or with sparse attention gradients."
 # context in bytes, sequences a step
@@ -50,9 +57,9 @@ DENSITY_EVERY = 5
 FIXED = ("size", "context", "batch", "steps", "learning_rate", "corpus", "seed", "exact_steps")
 
 
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    decay = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # 1 to 0.1
-    return args.learning_rate * decay * min(1.0, (step + 1) / WARMUP_STEPS)
+def learning_rate(peak: float, step: int, steps: int) -> float:
+    decay = 0.55 + 0.45 * math.cos(math.pi * step / steps)  # 1 to 0.1
+    return peak * decay * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -122,7 +129,7 @@ def train(
         batch = windows(text.train, starts, args.context, args.device)
         last = step + 1 == args.steps
         for run, log in zip(runs, logs, strict=True):
-            run.step(batch, learning_rate(args, step))
+            run.step(batch, learning_rate(args.learning_rate, step, args.steps))
             log.add(step + 1, {"loss/train": run.history.train_loss[-1]})
             if step % DENSITY_EVERY == 0 or last:
                 log.add(step + 1, {"density": run.note_density()})

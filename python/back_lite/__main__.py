@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import runpy
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from . import _doctor
 if sys.argv[1:2] == ["doctor"]:  # before anything that needs torch or the library
     sys.exit(_doctor.main(sys.argv[2:]))
 
-from ._calibrate import Measurement, calibrate, choose
+from ._calibrate import Measurement, calibrate, check_batches, choose
 from ._calibration import PER, Calibration, Target
 
 _EXAMPLE = Path(__file__).with_name("_example.py")
@@ -67,7 +68,7 @@ def _parse() -> argparse.Namespace:
 
 def _calibrate(args: argparse.Namespace) -> int:
     target = Target(cosine=args.cosine, relative_l2=args.relative_l2)
-    if not args.out.parent.is_dir():
+    if args.out.is_dir() or not args.out.parent.is_dir():
         raise ValueError(f"--out {args.out}: accepted is a file in a folder that exists")
     script = _EXAMPLE if args.example else args.script
     names = _run_script(script)
@@ -76,14 +77,15 @@ def _calibrate(args: argparse.Namespace) -> int:
         print(f"Going on from {partial}; remove it to start anew", file=sys.stderr)
     interrupted = False
     try:
-        found = calibrate(
-            names["model"],
-            _with_bar(names["batches"]),
-            target,
-            args.per,
-            step=names.get("step"),
-            partial=partial,
-        )
+        with contextlib.closing(_with_bar(names["batches"])) as batches:
+            found = calibrate(
+                names["model"],
+                batches,
+                target,
+                args.per,
+                step=names.get("step"),
+                partial=partial,
+            )
     except KeyboardInterrupt:
         if not partial.exists():
             print("Interrupted before the first batch was done: nothing is kept", file=sys.stderr)
@@ -125,17 +127,19 @@ def _run_script(path: Path) -> dict[str, Any]:
                 f"--script {path} defines no {name}: accepted is a file that defines model and "
                 "batches, and step where model(batch) does not return the loss"
             )
+    check_batches(names["batches"])
     return names
 
 
-def _with_bar(batches: Iterable[Any]) -> Iterable[Any]:
+def _with_bar(batches: Iterable[Any]) -> Generator[Any, None, None]:
+    """Show a bar from the first batch on, so that what is wrong before has a line of its own."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
         print("No progress bar: it needs tqdm (pip install tqdm)", file=sys.stderr)
-        return batches
-    bar: Iterable[Any] = tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
-    return bar
+        yield from batches
+        return
+    yield from tqdm(batches, desc="calibrating", unit="batch", dynamic_ncols=True)
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -151,6 +155,9 @@ def main() -> int:
     args = _parse()
     try:
         return _calibrate(args) if args.command == "calibrate" else _report(args)
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 130
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         if not _is_ours(error):
             raise

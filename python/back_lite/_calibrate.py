@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,16 +37,57 @@ from .tiles import mask_tiles, unpack_tiles
 VALUES = tuple(min(0.5, float(f"{10 ** (i / 10 - 3):.3g}")) for i in range(28))
 
 PARTIAL_SCHEMA = "back_lite.calibration.partial"
-PARTIAL_VERSION = 1
+PARTIAL_VERSION = 2
 # Two models of equal layers but other weights differ by more; float64 sums of the same by less.
 _SAME_WEIGHTS = 1e-9
 # A map with more tiles would be a large part of the file, and unreadable as a picture.
 _MAX_MAP_TILES = 128 * 128
 
 
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """Sums over the calls of a layer; V values, H query heads, Hk key heads."""
+
+    sums: GradientComparison
+    calls: int
+    #: sums over batches of e * e, e * d and d * d, float64 ``(3, V, H + 2 Hk)``, where e is a
+    #: batch's sum of squares of the exact gradient and d that of the difference
+    moments: Tensor
+
+    @staticmethod
+    def of_batch(sums: GradientComparison, calls: int) -> LayerMeasurement:
+        """Return the measurement of one batch."""
+        d = sums.difference
+        e = sums.exact.expand_as(d)
+        return LayerMeasurement(sums, calls, torch.stack([e * e, e * d, d * d]))
+
+    def __add__(self, other: LayerMeasurement) -> LayerMeasurement:
+        """Both batches together."""
+        return LayerMeasurement(
+            self.sums + other.sums, self.calls + other.calls, self.moments + other.moments
+        )
+
+    def bound(self, margin: float, num_batches: int) -> Tensor:
+        """Error of each query head with ``margin`` standard errors on top, float64 ``(V, H)``.
+
+        The squared error is a ratio of sums over batches, R = sum d / sum e; its variance, to first
+        order, is n / (n - 1) sum (d - R e)^2 / (sum e)^2. The spread of one batch is unknown, and
+        then there is no margin.
+        """
+        if num_batches < 2:
+            return self.sums.error
+        ratio = self.sums.difference / self.sums.exact
+        ee, ed, dd = self.moments
+        residual = (dd - 2.0 * ratio * ed + ratio.square() * ee).clamp(min=0.0)
+        variance = num_batches / (num_batches - 1) * residual / self.sums.exact.square()
+        error = ratio.sqrt()
+        with_margin = error + margin * variance.sqrt() / (2.0 * error)
+        return self.sums.split(torch.where(self.sums.difference == 0, 0.0, with_margin)).worst()
+
+
 @dataclass
 class Measurement:
-    """Sums over batches, by layer; the partial file holds nothing else."""
+    """What was measured, by layer; the partial file holds nothing else."""
 
     names: list[str]
     values: list[float]
@@ -53,31 +95,25 @@ class Measurement:
     batches: int = 0
 
     def __post_init__(self) -> None:
-        self.layers: dict[str, GradientComparison] = {}
-        self.calls = dict.fromkeys(self.names, 0)
+        self.layers: dict[str, LayerMeasurement] = {}
 
-    def add(self, name: str, found: GradientComparison) -> None:
-        """Add a call of a layer."""
-        known = self.layers.get(name)
-        self.layers[name] = found if known is None else known + found
-        self.calls[name] += 1
-
-    def copy(self) -> Measurement:
-        """Return one that can be added to without changing this."""
-        new = Measurement(self.names, self.values, self.weights_norm, self.batches)
-        new.layers, new.calls = dict(self.layers), dict(self.calls)
-        return new
+    def add(self, found: Mapping[str, LayerMeasurement]) -> None:
+        """Add a batch."""
+        added = {name: self.layers[name] + f for name, f in found.items() if name in self.layers}
+        self.layers |= {**found, **added}
+        self.batches += 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the partial file; whole, or not at all."""
         layers = {
             name: {
-                "num_heads": sums.num_heads,
-                "calls": self.calls[name],
-                "allowed": sums.allowed,
-                **{field: getattr(sums, field).tolist() for field in _SUMS},
+                "num_heads": layer.sums.num_heads,
+                "calls": layer.calls,
+                "moments": layer.moments.tolist(),
+                "allowed": layer.sums.allowed,
+                **{field: getattr(layer.sums, field).tolist() for field in _SUMS},
             }
-            for name, sums in self.layers.items()
+            for name, layer in self.layers.items()
         }
         content = {
             "schema": PARTIAL_SCHEMA,
@@ -107,10 +143,11 @@ class Measurement:
                     field: torch.tensor(record[field], dtype=dtype, device="cpu")
                     for field, dtype in _SUMS.items()
                 }
-                new.calls[name] = record["calls"]
-                new.layers[name] = GradientComparison(
+                compared = GradientComparison(
                     tuple(new.values), record["num_heads"], allowed=record["allowed"], **sums
                 )
+                moments = torch.tensor(record["moments"], dtype=torch.float64, device="cpu")
+                new.layers[name] = LayerMeasurement(compared, record["calls"], moments)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)}: damaged: {error!s}") from error
         return new
@@ -147,6 +184,7 @@ def calibrate(
     *,
     step: Callable[[nn.Module, Any], object] | None = None,
     values: Sequence[float] | None = None,
+    margin: float = 2.0,
     partial: str | os.PathLike[str] | None = None,
 ) -> Calibration:
     """Find the largest ``negl_prob`` that meets a target, from the gradients of real batches.
@@ -155,8 +193,9 @@ def calibrate(
     all values are compared with the exact one, on the very tensors of that call. A head's error is
     the relative L2 of its worst gradient, over all batches: of its own dQ, or of dK or dV of its
     key head. A layer's or the model's error is the root mean square of its heads' errors. The
-    largest measured value with an error within the target is chosen; where none is, the head (or
-    layer, or model) stays exact. Nothing is set: that is :meth:`Calibration.apply`.
+    largest measured value is chosen at which the error is within the target, with a margin for what
+    these batches may not tell of others; where there is none, the head (or layer, or model) stays
+    exact. Nothing is set: that is :meth:`Calibration.apply`.
 
     The model's thresholds, gradients, buffers and training flags, and torch's random numbers, are
     afterwards as before.
@@ -171,6 +210,9 @@ def calibrate(
             ``model(**batch)`` for a mapping) returns the loss, or an object with one in ``.loss``.
         values: the values to measure, ascending, each above 0 and below 1; by default 28 from 0.001
             to 0.5, 1.26 apart. Each costs a sparse backward of every call.
+        margin: standard errors that are added to each error before it is compared with the target,
+            from 0. They are estimated from the spread between batches; of one batch there is none,
+            and no margin.
         partial: a file that receives what was measured after every batch. If it exists, its batches
             are not run again: an interrupted call goes on where it was.
 
@@ -184,10 +226,15 @@ def calibrate(
         OSError: the partial file cannot be read or written.
     """
     modules = find_modules(model)
+    check_batches(batches)
     if not isinstance(target, Target):
         raise TypeError(f"target = {target!r}: accepted is a back_lite.Target")
     if per not in PER:
         raise ValueError(f"per = {per!r}: accepted are {', '.join(map(repr, PER))}")
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise TypeError(f"margin = {margin!r}: accepted are numbers from 0")
+    if not 0.0 <= margin < math.inf:
+        raise ValueError(f"margin = {margin}: accepted are finite numbers from 0")
     measurement = Measurement(list(modules), _checked_values(values), _weights_norm(model))
     if partial is not None and Path(partial).exists():
         begun = Measurement.load(partial)
@@ -198,49 +245,52 @@ def calibrate(
         for index, batch in enumerate(batches):
             if index < measurement.batches:
                 continue
-            found = measurement.copy()  # a batch counts whole or not at all
-            _run(model, modules, batch, step or _default_step, found, map_source)
-            if not found.layers:
+            found = _run(
+                model, modules, batch, step or _default_step, measurement.values, map_source
+            )
+            if not found and not measurement.layers:
                 raise ValueError(
                     "no gradient reached a BackLite module: accepted is a step that runs forward "
                     "and backward of the model, not compiled"
                 )
-            found.batches += 1
-            measurement = found
+            measurement.add(found)  # a batch counts whole or not at all
             if partial is not None:
                 measurement.save(partial)
     if not measurement.batches:
         raise ValueError("batches is empty: accepted is an iterable of at least one batch")
-    return choose(measurement, target, per, map_source=map_source)
+    return choose(measurement, target, per, margin, map_source=map_source)
 
 
 def choose(
     measurement: Measurement,
     target: Target,
     per: Per,
+    margin: float = 2.0,
     *,
     complete: bool = True,
     map_source: _MapSource | None = None,
 ) -> Calibration:
     """Take the largest values that meet the target."""
-    errors = {name: sums.error for name, sums in measurement.layers.items()}  # (V, H) each
+    bounds = {  # (V, H) each
+        name: layer.bound(margin, measurement.batches) for name, layer in measurement.layers.items()
+    }
     if per == "head":
-        chosen = {name: _largest(error, target) for name, error in errors.items()}
+        chosen = {name: _largest(bound, target) for name, bound in bounds.items()}
     elif per == "layer":
         chosen = {
-            name: _largest(_rms(error), target).expand(error.shape[1])
-            for name, error in errors.items()
+            name: _largest(_rms(bound), target).expand(bound.shape[1])
+            for name, bound in bounds.items()
         }
     else:
-        one = _largest(_rms(torch.cat(list(errors.values()), dim=1)), target)
-        chosen = {name: one.expand(error.shape[1]) for name, error in errors.items()}
+        one = _largest(_rms(torch.cat(list(bounds.values()), dim=1)), target)
+        chosen = {name: one.expand(bound.shape[1]) for name, bound in bounds.items()}
     layers = []
     for name in measurement.names:
         if name not in measurement.layers:
-            layers.append(LayerCalibration(name, 0, 0, 0, [], [], [], None))
+            layers.append(LayerCalibration(name, 0, 0, 0, [], [], [], [], None))
             continue
-        sums, rows = measurement.layers[name], chosen[name].tolist()
-        density, calls = sums.density, measurement.calls[name]
+        sums, calls = measurement.layers[name].sums, measurement.layers[name].calls
+        error, density, rows = sums.error, sums.density, chosen[name].tolist()
         dq, dk, dv = (_rounded(curve) for curve in sums.relative_l2)
         exact_seconds, *seconds = _rounded(sums.seconds / calls)
         pick = [(row, head) for head, row in enumerate(rows)]
@@ -251,26 +301,27 @@ def choose(
                 sums.num_key_heads,
                 calls,
                 [measurement.values[row] if row >= 0 else 0.0 for row, _ in pick],
-                [_rounded(errors[name][at]) if at[0] >= 0 else 0.0 for at in pick],
+                [_rounded(error[at]) if at[0] >= 0 else 0.0 for at in pick],
+                [_rounded(bounds[name][at]) if at[0] >= 0 else 0.0 for at in pick],
                 [_rounded(density[at]) if at[0] >= 0 else 1.0 for at in pick],
                 Curves(_rounded(density), dq, dk, dv, exact_seconds, seconds),
             )
         )
     tile_map = map_source.draw(layers) if map_source is not None else None
     return Calibration(
-        target, per, measurement.batches, complete, measurement.values, layers, tile_map
+        target, per, margin, measurement.batches, complete, measurement.values, layers, tile_map
     )
 
 
-def _largest(error: Tensor, target: Target) -> Tensor:
-    """Index of the largest value whose error, ``(V, n)``, is within the target; -1 for none."""
-    index = torch.arange(error.shape[0])[:, None]
-    return torch.where(error <= target.error, index, -1).amax(dim=0)
+def _largest(bound: Tensor, target: Target) -> Tensor:
+    """Index of the largest value whose bound, ``(V, n)``, is within the target; -1 for none."""
+    index = torch.arange(bound.shape[0])[:, None]
+    return torch.where(bound <= target.error, index, -1).amax(dim=0)
 
 
-def _rms(error: Tensor) -> Tensor:
+def _rms(bound: Tensor) -> Tensor:
     """``(V, H)`` to ``(V, 1)``."""
-    return error.square().mean(dim=1, keepdim=True).sqrt()
+    return bound.square().mean(dim=1, keepdim=True).sqrt()
 
 
 def _rounded(values: Tensor) -> Any:
@@ -333,22 +384,25 @@ def _run(
     modules: Mapping[str, BackLite],
     batch: Any,
     step: Callable[[nn.Module, Any], object],
-    found: Measurement,
+    values: Sequence[float],
     map_source: _MapSource,
-) -> None:
-    """Run one batch; measure every call into ``found``."""
+) -> dict[str, LayerMeasurement]:
+    """Run one batch and measure every call."""
+    sums: dict[str, GradientComparison] = {}
+    calls = dict.fromkeys(modules, 0)
 
     def receive(name: str, call: Call) -> None:
         try:
             compared = compare_gradients(
                 *call[:4],
-                found.values,
+                values,
                 grad_lse=call.grad_lse,
                 scale=call.scale,
                 causal=call.causal,
                 window_size=call.window_size,
             )
-            found.add(name, compared)
+            sums[name] = sums[name] + compared if name in sums else compared
+            calls[name] += 1
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from error
         if name == map_source.name:
@@ -368,6 +422,7 @@ def _run(
                 f"step changed the parameter {name!r}: accepted is a step that runs forward and "
                 "backward alone, without the optimizer"
             )
+    return {name: LayerMeasurement.of_batch(found, calls[name]) for name, found in sums.items()}
 
 
 def _default_step(model: nn.Module, batch: Any) -> None:
@@ -411,6 +466,18 @@ def _left_as_it_was(model: nn.Module, modules: Mapping[str, BackLite]) -> Iterat
             parameter.grad = gradient
         for each, mode in training.items():
             each.training = mode
+
+
+def check_batches(batches: Iterable[Any]) -> None:
+    """Check that batches can be iterated over.
+
+    Raises:
+        TypeError: they cannot.
+    """
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches = {type(batches).__name__}: accepted is an iterable of at least one batch"
+        )
 
 
 def _checked_values(values: Sequence[float] | None) -> list[float]:

@@ -19,7 +19,7 @@ from ._library import version
 from .attention import BackLite
 
 SCHEMA = "back_lite.calibration"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: What shares one threshold.
 Per = Literal["head", "layer", "model"]
@@ -109,6 +109,7 @@ class LayerCalibration:
     calls: int  # that were measured
     negl_prob: list[float]  # chosen, by query head; 0 is exact
     relative_l2: list[float]  # measured at the chosen value, the worst of dQ, dK, dV
+    bound: list[float]  # that with the margin
     density: list[float]  # live tiles / tiles that the mask allows, at the chosen value
     #: None if no call was seen
     curves: Curves | None
@@ -136,6 +137,7 @@ class Calibration:
 
     target: Target
     per: Per
+    margin: float  # standard errors between batches, part of every bound
     batches: int  # that were watched
     complete: bool  # False: interrupted, chosen from the batches so far
     values: list[float]  # that were measured, ascending
@@ -226,6 +228,7 @@ class Calibration:
             return Calibration(
                 Target(**content["target"]),
                 content["per"],
+                content["margin"],
                 content["batches"],
                 content["complete"],
                 content["values"],
@@ -241,6 +244,8 @@ class Calibration:
             f"target: {self.target}, per {self.per}; {self.batches} batches{done}",
             f"skipped: {self.skipped:.1%} of the tiles, mean over the heads",
         ]
+        if self.batches < 2 and self.margin:
+            lines.append("one batch: its spread is unknown, and no margin is kept for it")
         width = max(len(layer.name) for layer in self.layers)
         lines.append(f"{'layer':{width}}  skipped  worst error  negl_prob by head")
         for layer in self.layers:
@@ -360,7 +365,7 @@ def read_json(path: str | os.PathLike[str], schema: str, version: int) -> Mappin
 
 
 def _check_layer(layer: LayerCalibration) -> None:
-    for name in ("negl_prob", "relative_l2", "density"):
+    for name in ("negl_prob", "relative_l2", "bound", "density"):
         if len(getattr(layer, name)) != layer.num_heads:
             raise ValueError(
                 f"layer {layer.name!r}: {name} has {len(getattr(layer, name))} entries; accepted "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _thresholds, ops
-from .tiles import count_live, mask_tiles
+from .tiles import count_live_by_head, mask_tiles
 
 # Elements that are in float64 at a time. Whole tensors would double or quadruple the memory.
 _BLOCK_ELEMENTS = 1 << 20
@@ -23,6 +23,12 @@ class ByGradient(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+    def worst(self) -> Tensor:
+        """Largest number of each query head: its own dq, or dk or dv of its key head."""
+        group = self.dq.shape[-1] // self.dk.shape[-1]
+        by_key_head = torch.maximum(self.dk, self.dv)
+        return torch.maximum(self.dq, by_key_head.repeat_interleave(group, dim=-1))
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class GradientComparison:
         0 where both are zero.
         """
         error = (self.difference / self.exact).sqrt()
-        return self._split(torch.where(self.difference == 0, 0.0, error))
+        return self.split(torch.where(self.difference == 0, 0.0, error))
 
     @property
     def cosine(self) -> ByGradient:
@@ -73,7 +79,7 @@ class GradientComparison:
         """
         norms = (self.exact * self.sparse).sqrt()
         cosine = torch.where(norms == 0, 0.0, self.dot / norms)
-        return self._split(torch.where(self.difference == 0, 1.0, cosine))
+        return self.split(torch.where(self.difference == 0, 1.0, cosine))
 
     @property
     def error(self) -> Tensor:
@@ -81,9 +87,7 @@ class GradientComparison:
 
         A query head answers for its own dQ, and for dK and dV of its key head.
         """
-        dq, dk, dv = self.relative_l2
-        group = self.num_heads // self.num_key_heads
-        return torch.maximum(dq, torch.maximum(dk, dv).repeat_interleave(group, dim=1))
+        return self.relative_l2.worst()
 
     @property
     def density(self) -> Tensor:
@@ -116,7 +120,8 @@ class GradientComparison:
             self.seconds + other.seconds,
         )
 
-    def _split(self, by_head: Tensor) -> ByGradient:
+    def split(self, by_head: Tensor) -> ByGradient:
+        """Split ``(..., H + 2 Hk)``, as the sums are, into the three gradients."""
         sizes = (self.num_heads, self.num_key_heads, self.num_key_heads)
         return ByGradient(*by_head.split(sizes, dim=-1))
 
@@ -194,7 +199,7 @@ def compare_gradients(
         if not exact_squares.isfinite().all():
             raise _not_finite(query, key, value, grad_out, grad_lse)
         rows: list[Tensor] = []
-        live: list[list[int]] = []
+        live: list[Tensor] = []
         seconds = [exact_seconds]
         for threshold in thresholds:
             tile_bits = ops.select(
@@ -205,15 +210,13 @@ def compare_gradients(
                 causal=causal,
                 window_size=window_size,
             )
-            live.append([count_live(tile_bits[:, head]) for head in range(query.shape[2])])
+            live.append(count_live_by_head(tile_bits))
             sparse, sparse_seconds = timed_backward(tile_bits)
-            rows.append(
-                torch.cat([_sums(*pair) for pair in zip(exact, sparse, strict=True)], 1).cpu()
-            )
+            rows.append(torch.cat([_sums(*pair) for pair in zip(exact, sparse, strict=True)], 1))
             seconds.append(sparse_seconds)
             del sparse  # before the next one is made
     grid = mask_tiles(*lengths, causal=causal, window_size=window_size, device="cpu")
-    squares, dot, difference = torch.stack(rows, dim=1)
+    squares, dot, difference = torch.stack(rows, dim=1).cpu()
     return GradientComparison(
         thresholds,
         query.shape[2],
@@ -221,7 +224,7 @@ def compare_gradients(
         squares,
         dot,
         difference,
-        torch.tensor(live, dtype=torch.int64, device="cpu"),
+        torch.stack(live).cpu(),
         int(grid.sum()) * query.shape[0],
         torch.tensor(seconds, dtype=torch.float64, device="cpu"),
     )

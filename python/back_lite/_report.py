@@ -54,7 +54,10 @@ def write_report(calibration: Calibration, folder: Path) -> list[Path]:
     measured = [layer for layer in calibration.layers if layer.curves is not None]
     if not measured:
         raise ValueError("the calibration measured no layer: accepted is one with curves")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make: {error.strerror}", str(folder)) from error
     pictures: list[tuple[str, str, Figure]] = []
     with matplotlib.rc_context(_STYLE):
         pictures.append(("density", "Tiles skipped, by layer and head", _draw_density(measured)))
@@ -62,17 +65,18 @@ def write_report(calibration: Calibration, folder: Path) -> list[Path]:
         pictures.append(("time", "Expected time of the attention backward", _draw_time(measured)))
         if calibration.tile_map is not None:
             pictures.append(("tiles", "Tiles of one head", _draw_tiles(calibration)))
-        written, sections = [], []
+        files: dict[Path, str | bytes] = {}
+        sections = []
         for name, title, figure in pictures:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png")
-            path = folder / f"{name}.png"
-            write_whole(path, buffer.getvalue())
-            written.append(path)
+            files[folder / f"{name}.png"] = buffer.getvalue()
             sections.append(_section(name, title, buffer.getvalue(), calibration))
-    page = folder / "report.html"
-    write_whole(page, _page(calibration, sections))
-    return [page, *written]
+    # The page first: it holds all pictures, and where the disk is full nothing else is left behind.
+    files = {folder / "report.html": _page(calibration, sections), **files}
+    for path, content in files.items():
+        write_whole(path, content)
+    return list(files)
 
 
 def expected_seconds(layer: LayerCalibration) -> float:
@@ -257,7 +261,8 @@ def _section(name: str, title: str, png: bytes, calibration: Calibration) -> str
     words = {
         "density": "The table below has the numbers.",
         "error": "Each head's error grows with what it skips. It takes the largest measured "
-        "<code>negl_prob</code> whose error is within the target.",
+        f"<code>negl_prob</code> whose error, with {calibration.margin:g} standard errors on top, "
+        "is within the target.",
         "time": "Interpolated between the times measured during the calibration, on its machine.",
         "tiles": "",
     }[name]

@@ -164,7 +164,17 @@ def unpack_tiles(bits: Tensor, num_query_tiles: int) -> Tensor:
 
 def count_live(bits: Tensor) -> int:
     """Count the live tiles in tile bits of any shape."""
+    return int(_count_bits(bits).sum(dtype=torch.int64))
+
+
+def count_live_by_head(bits: Tensor) -> Tensor:
+    """Count the live tiles of each head in tile bits ``(B, H, ...)``: int64 ``(H,)``."""
+    return _count_bits(bits).transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.int64)
+
+
+def _count_bits(bits: Tensor) -> Tensor:
+    """Number of bits set in each byte: uint8, the last dimension four times as long."""
     byte = bits.contiguous().view(torch.uint8)
     pairs = byte - ((byte >> 1) & 0x55)
     nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    return int(((nibbles + (nibbles >> 4)) & 0x0F).sum(dtype=torch.int64))
+    return (nibbles + (nibbles >> 4)) & 0x0F

@@ -18,6 +18,7 @@ import back_lite
 import pytest
 import torch
 from back_lite import BackLite, Calibration, Target, ops, reference
+from back_lite._calibrate import LayerMeasurement, Measurement
 from cases import Case
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -212,7 +213,7 @@ def test_chosen_is_the_largest_that_meets_the_target() -> None:
     """Against errors found another way: as gradients of query, key and value in the model."""
     model = Model().eval()
     target = Target(relative_l2=0.15)
-    found = calibrate(model, target=target)
+    found = calibrate(model, target=target, margin=0.0)
 
     def gradients(layer_idx: int, value: float) -> list[Tensor]:
         """(3, heads, elements) of one layer, where all others are exact."""
@@ -262,13 +263,58 @@ def test_groups_share_one_threshold() -> None:
         rms = error.square().mean(dim=1).sqrt()
         # Between the mean and the root mean square, which thus are told apart.
         target = Target(relative_l2=float(error[2].mean() + rms[2]) / 2)
-        layers, whole = (calibrate(model, target=target, per=per) for per in ("layer", "model"))
+        layers, whole = (
+            calibrate(model, target=target, per=per, margin=0.0) for per in ("layer", "model")
+        )
         found = [set(layer.negl_prob) for layer in layers.layers]
         found.append({value for layer in whole.layers for value in layer.negl_prob})
         for values, other in zip(found, errors, strict=True):
             other_rms = other.square().mean(dim=1).sqrt().tolist()
             good = [v for v, e in zip(VALUES, other_rms, strict=True) if e <= target.error]
             assert values == {max(good, default=0.0)}
+
+
+def test_bound_is_the_error_and_its_spread_between_batches() -> None:
+    """Standard error of a ratio of sums, from the residual of each batch."""
+    measurement = Measurement(["layer"], [0.03, 0.3], 1.0)
+    parts = []
+    for batch in range(6):
+        length = 300 + 20 * batch  # other numbers in each batch
+        case = Case(length, length, head_dim=16, num_heads=4, num_key_heads=2, topics=True)
+        query, key, value, grad_out, _ = case.inputs()
+        grad_out = grad_out * (1 + batch)  # batches of different weight
+        part = back_lite.compare_gradients(query, key, value, grad_out, [0.03, 0.3], causal=True)
+        measurement.add({"layer": LayerMeasurement.of_batch(part, 1)})
+        parts.append(part)
+    d = torch.stack([part.difference for part in parts])
+    e = torch.stack([part.exact for part in parts])[:, None]
+    squared = d.sum(0) / e.sum(0)
+    residuals = d - squared * e
+    deviation = (6 / 5 * residuals.square().sum(0)).sqrt() / e.sum(0)
+    by_gradient = squared.sqrt() + 2.5 * deviation / (2 * squared.sqrt())
+    dq, dk, dv = by_gradient.split([4, 2, 2], dim=1)
+    worst = torch.maximum(dq, torch.maximum(dk, dv).repeat_interleave(2, dim=1))
+    layer = measurement.layers["layer"]
+    torch.testing.assert_close(layer.bound(2.5, 6), worst, rtol=1e-9, atol=0.0)
+    assert torch.equal(layer.bound(0.0, 6), layer.sums.error)
+
+
+def test_chosen_keeps_the_margin() -> None:
+    model, batches = Model().eval(), make_batches(4)
+    plain, careful = (calibrate(model, batches, margin=margin) for margin in (0.0, 2.0))
+    found = [[v for layer in c.layers for v in layer.negl_prob] for c in (plain, careful)]
+    assert all(a >= b for a, b in zip(*found, strict=True))
+    assert found[0] != found[1], "the margin changed nothing: the test shows little"
+    for layer in careful.layers:
+        pairs = zip(layer.relative_l2, layer.bound, strict=True)
+        assert all(error < bound <= 0.15 for error, bound in pairs if bound)
+
+
+def test_one_batch_has_no_margin_and_says_so() -> None:
+    model, batches = Model().eval(), make_batches(1)
+    found = calibrate(model, batches)
+    assert timeless(found) == timeless(calibrate(model, batches, margin=0.0))
+    assert "no margin is kept" in str(found)
 
 
 def test_target_out_of_reach_ends_at_exact_and_says_so() -> None:
@@ -280,7 +326,7 @@ def test_target_out_of_reach_ends_at_exact_and_says_so() -> None:
 
 
 def test_never_beyond_what_was_measured() -> None:
-    found = calibrate(Model(), target=Target(relative_l2=0.999))
+    found = calibrate(Model(), target=Target(relative_l2=0.999), margin=0.0)
     assert {value for layer in found.layers for value in layer.negl_prob} == {VALUES[-1]}
 
 
@@ -376,8 +422,12 @@ def training_step(model: nn.Module, batch: Tensor) -> None:
         (nn.Linear(2, 2), {}, "has no BackLite module"),
         ("model", {}, "model = str"),
         (Model(), {"batches": []}, "batches is empty"),
+        (Model(), {"batches": 3}, "batches = int: accepted is an iterable"),
         (Model(), {"target": 0.1}, "target = 0.1"),
         (Model(), {"per": "batch"}, "per = 'batch'"),
+        (Model(), {"margin": -1}, "margin = -1: accepted are finite numbers from 0"),
+        (Model(), {"margin": math.nan}, "margin = nan"),
+        (Model(), {"margin": "wide"}, "margin = 'wide'"),
         (Model(), {"values": [0.2, 0.1]}, "values = [0.2, 0.1]"),
         (Model(), {"values": [0.0, 0.1]}, "values = [0.0, 0.1]"),
         (Model(), {"values": "high"}, "values = 'high'"),
@@ -426,7 +476,7 @@ def test_interrupted_and_resumed_is_the_same(tmp_path: Path) -> None:
 
 def timeless(calibration: Calibration) -> list[Any]:
     return [
-        (layer.negl_prob, layer.relative_l2, layer.density, layer.calls, layer.curves.dv)
+        (layer.negl_prob, layer.bound, layer.density, layer.calls, layer.curves.dv)
         for layer in calibration.layers
     ]
 
@@ -462,7 +512,7 @@ def test_saved_and_loaded_is_the_same(calibration: Calibration, tmp_path: Path) 
     for layer, module in zip(calibration.layers, model.layers, strict=True):
         assert module.negl_prob.tolist() == layer.negl_prob
     content = json.loads(path.read_text())
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert content["target"] == {"relative_l2": 0.15}
     assert max(map(len, path.read_text().splitlines())) < 200, "not for people"
 
@@ -493,7 +543,7 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str]:
         (lambda text: text[:-20], "not JSON"),
         (lambda _: "[]", "schema = 'list'"),
         (edit(lambda c: c.update(schema="other")), "schema = 'other'"),
-        (edit(lambda c: c.update(schema_version=2)), "schema_version = 2: accepted is 1"),
+        (edit(lambda c: c.update(schema_version=1)), "schema_version = 1: accepted is 2"),
         (edit(lambda c: c.pop("layers")), "damaged"),
         (edit(lambda c: c["layers"][0].update(name="x")), "lacks ['x'] and the calibration lacks"),
         (edit(lambda c: c["layers"].pop()), "calibration lacks ['layers.1']"),
@@ -585,13 +635,15 @@ def test_command_line_goes_on_after_ctrl_c(tmp_path: Path) -> None:
 def test_command_line_says_what_is_wrong(tmp_path: Path) -> None:
     for batches, more, words in (
         ("[]", ("--cosine", "0.99"), "error: batches is empty"),
+        ("None", ("--cosine", "0.99"), "\nerror: batches = NoneType: accepted is an iterable"),
+        ("[1]; model = model.dropout", ("--cosine", "0.99"), "\nerror: model = Dropout has no"),
         ("[]", ("--cosine", "2"), "error: cosine = 2.0"),
         ("[]; del model", ("--cosine", "0.9"), "defines no model"),
         ("1 / 0", ("--cosine", "0.9"), "ZeroDivisionError"),
     ):
         process = command(tmp_path, batches, *more)
         assert process.returncode == 1
-        assert words in process.stderr
+        assert words in "\n" + process.stderr
         assert os.listdir(tmp_path) == ["script.py"]
 
 
@@ -646,13 +698,32 @@ def test_report_expects_a_time_between_those_measured(calibration: Calibration) 
     assert expected_seconds(exact) == 11.0
 
 
+def test_report_on_a_full_disk_leaves_nothing(
+    calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from back_lite._report import write_report
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write: No space left.*report.html"):
+        write_report(calibration, tmp_path)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"cannot make: File exists: '.*file'"):
+        write_report(calibration, tmp_path / "file")
+
+
 def test_report_says_what_is_wrong(calibration: Calibration, tmp_path: Path) -> None:
     assert "error: [Errno 2] cannot read: No such file" in report(tmp_path).stderr
     calibration.save(tmp_path / "found.json")
     hidden = tmp_path / "hidden" / "matplotlib"
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
-    process = report(tmp_path, PYTHONPATH=str(hidden.parent))
+    paths = [str(hidden.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = report(tmp_path, PYTHONPATH=os.pathsep.join(paths))
     assert (process.returncode, process.stderr) == (
         1,
         "error: the report needs matplotlib (pip install matplotlib)\n",

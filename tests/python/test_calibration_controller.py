@@ -25,7 +25,8 @@ def draw(step: int, batch: int = 2) -> Tensor:
 class Training:
     """A model that trains, with a controller."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, batch: int = 2, **options: Any) -> None:
+        self.batch = batch
         self.model = Model()
         self.model.dropout.eval()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
@@ -37,7 +38,7 @@ class Training:
     def run(self, num_steps: int) -> Training:
         for _ in range(num_steps):
             self.optimizer.zero_grad()
-            self.model(draw(self.num_steps)).backward()
+            self.model(draw(self.num_steps, self.batch)).backward()
             self.optimizer.step()
             self.controller.step()
             self.num_steps += 1
@@ -97,19 +98,25 @@ def test_each_layer_and_head_has_its_turn() -> None:
 
 
 def test_it_measures_what_compare_gradients_does() -> None:
-    """One key head and its query heads, one sequence: as if the model had nothing else."""
-    training = Training(every=2)
+    """Four sequences, one key head and its query heads: as if the model had nothing else."""
+    training = Training(every=2, batch=6)
     calls = record_calls(training.model.layers[1])
-    training.run(2)
-    query, key, value, grad_out = calls[1]  # of the second step, in which layer 1 is due
-    found = back_lite.compare_gradients(
-        query[:1, :, :2], key[:1, :, :1], value[:1, :, :1], grad_out[:1, :, :2], [0.01], causal=True
-    )
-    record = training.records[1]
-    assert record["relative_l2"] == pytest.approx(found.error[0].tolist())
-    assert record["density"] == found.density[0].tolist()
-    assert min(record["relative_l2"]) > 0.0
-    for error, chosen in zip(record["relative_l2"], record["negl_prob"], strict=True):
+    training.run(6)
+    # Layer 1 is due in steps 2, 4 and 6, with its first key head, its second, and the first again.
+    for step, record, rows in ((1, 1, [0, 1, 2, 3]), (5, 5, [4, 5, 0, 1])):
+        query, key, value, grad_out = (t[rows] for t in calls[step])
+        before = training.records[1]["negl_prob"] if step == 5 else [0.01, 0.01]
+        found = back_lite.compare_gradients(
+            query[:, :, :2], key[:, :, :1], value[:, :, :1], grad_out[:, :, :2], [before],
+            causal=True,
+        )  # fmt: skip
+        record = training.records[record]
+        assert record["heads"] == [0, 1]
+        assert record["relative_l2"] == pytest.approx(found.error[0].tolist())
+        assert record["density"] == found.density[0].tolist()
+        assert min(record["relative_l2"]) > 0.0
+    first = training.records[1]
+    for error, chosen in zip(first["relative_l2"], first["negl_prob"], strict=True):
         factor = min(2.0, (TARGET.error / error) ** 0.5)
         assert chosen == pytest.approx(0.01 * factor)
 
