@@ -151,7 +151,7 @@ class _Attention(_Function):
         mask = ctx.options[1:-1]
         bits = tile_bits[0] if tile_bits else None
         arguments = (grad_out, query, key, value, out, lse, bits, grad_lse, *mask)
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled() or is_compiling():  # create_graph=True, or compiled autograd
             return (*backward(*arguments), None, None)
         with _below_autograd():
             return (*backward(*arguments), None, None)

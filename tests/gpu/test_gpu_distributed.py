@@ -17,6 +17,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("scenario", ranks.SCENARIOS)
 def test_two_gpus(scenario: str, tmp_path: Path) -> None:
-    if scenario == "fsdp2" and not ranks.has_fsdp2():
+    if scenario in ("fsdp2", "tensor_parallel") and not ranks.has_fsdp2():
         pytest.skip("torch before 2.6 has no fully_shard in torch.distributed.fsdp")
     child.run_ranks(ranks.__file__, scenario, "cuda", folder=tmp_path)

@@ -51,7 +51,12 @@ def autocast_of(device: str) -> contextlib.AbstractContextManager[None]:
     return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
 
 
-def step(function: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor) -> list[Tensor]:
+def step(
+    function: Callable[[Tensor], Tensor],
+    block: nn.Module,
+    x: Tensor,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> list[Tensor]:
     """Loss and gradients of one training step, in x as well; under autocast on the GPU."""
     block.zero_grad()
     dynamic = getattr(x, "_dynamo_dynamic_indices", ())
@@ -60,7 +65,7 @@ def step(function: Callable[[Tensor], Tensor], block: nn.Module, x: Tensor) -> l
         torch._dynamo.mark_dynamic(x, dim)
     with autocast_of(x.device.type):
         loss = function(x).float().square().mean()
-    loss.backward()
+    backward(loss)
     assert x.grad is not None
     # Copies: with CUDA graphs, the next step writes its gradients to the same memory.
     return [loss.detach(), x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
@@ -122,9 +127,15 @@ def check_lengths(device: str, dynamic: bool | None) -> None:
 def check_compiled_autograd(device: str) -> None:
     """The backward of eager code, traced and compiled while it runs."""
     block, x = make_block(0.3, device)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(lambda x: step(block, block, x), backend="aot_eager")
-        assert_steps_alike(compiled(x), step(block, block, x))
+    expected = step(block, block, x)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def compiled_backward(loss: Tensor) -> None:
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(lambda: loss.backward(), backend=counter)()
+
+    assert_steps_alike(step(block, block, x, compiled_backward), expected)
+    assert counter.frame_count == 1
 
 
 # ---- Checkpointing -------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from composition import LENGTHS, WIDTH, Block, assert_steps_alike, step
+from back_lite import BackLite
+from composition import HEADS, LENGTHS, WIDTH, Block, assert_steps_alike, step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -101,8 +103,53 @@ def fsdp2(rank: int, device: str) -> None:
             assert_steps_alike([grad.full_tensor() for grad in grads], expected)
 
 
+class HeadsApart(nn.Module):
+    """Projections that can be split by heads."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head_dim = 64 if device == "cuda" else 8
+        width = HEADS * self.head_dim
+        self.query, self.key, self.value = (nn.Linear(WIDTH, width) for _ in range(3))
+        self.attn = BackLite(0.3)
+        self.join = nn.Linear(width, WIDTH)
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.query, self.key, self.value)
+        )
+        out: Tensor = self.join(self.attn(*heads, causal=True).flatten(2))
+        return out
+
+
+def tensor_parallel(rank: int, device: str) -> None:
+    """Every rank has half of the heads, as plain tensors; a DTensor is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model, x = HeadsApart(device), data_of(0, device)
+    expected = step(model, model, x)
+    mesh = init_device_mesh(device, (WORLD,))
+    columns = {name: ColwiseParallel() for name in ("query", "key", "value")}
+    parallelize_module(model, mesh, {**columns, "join": RowwiseParallel()})
+    ours = step(model, model, x)
+    grads = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in ours[2:]]
+    assert_steps_alike([*ours[:2], *grads], expected)
+
+    tensor = distribute_tensor(torch.randn(1, 64, HEADS, 64, device=device), mesh, [Shard(2)])
+    with pytest.raises(NotImplementedError, match=r"back_lite\.attention"):
+        model.attn(tensor, tensor, tensor)
+
+
 SCENARIOS: dict[str, Callable[[int, str], None]] = {
-    function.__name__: function for function in (ddp, ddp_thresholds, fsdp2)
+    function.__name__: function for function in (ddp, ddp_thresholds, fsdp2, tensor_parallel)
 }
 
 

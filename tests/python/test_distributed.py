@@ -15,6 +15,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+needs_fsdp2 = pytest.mark.skipif(
+    not ranks.has_fsdp2(), reason="torch before 2.6 has no FSDP2 for the CPU"
+)
+
+
 def run(scenario: str, folder: Path) -> None:
     child.run_ranks(ranks.__file__, scenario, "cpu", folder=folder)
 
@@ -27,6 +32,11 @@ def test_ddp_leaves_thresholds_alone(tmp_path: Path) -> None:
     run("ddp_thresholds", tmp_path)
 
 
-@pytest.mark.skipif(not ranks.has_fsdp2(), reason="torch before 2.6 has no FSDP2 for the CPU")
+@needs_fsdp2
 def test_fsdp2(tmp_path: Path) -> None:
     run("fsdp2", tmp_path)
+
+
+@needs_fsdp2
+def test_tensor_parallel(tmp_path: Path) -> None:
+    run("tensor_parallel", tmp_path)
