@@ -136,6 +136,25 @@ def live_shares(row: Json) -> list[str]:
     return [name.removeprefix("backward_") for name in row["density"]]
 
 
+def from_parts(data: Data, layers: int, length: int) -> dict[str | None, float]:
+    """Milliseconds of a step of one sequence, by share of live tiles; None is exact.
+
+    Attention is that of the stages, layers times. The rest is what the exact step at 32k takes
+    besides, in proportion to the length.
+    """
+    if data.stages is None:
+        return {}
+    rows = {row["length"]: row for row in data.stages["lengths"]}
+    whole = {c["context"]: c["steps"] for _, c in contexts(data) if c["sequences"] == 1}
+    base = 32768
+    if length not in rows or base not in rows or base not in whole:
+        return {}
+    exact = next(row["step_ms"] for row in whole[base] if row["negl_prob"] == 0.0)
+    rest = (exact - layers * pair_ms(rows[base], None)) * length / base
+    shares = [None, *live_shares(rows[length])]
+    return {share: layers * pair_ms(rows[length], share) + rest for share in shares}
+
+
 def break_even(row: Json) -> float:
     """Share of tiles that must be skipped before a sparse pass is the faster one.
 

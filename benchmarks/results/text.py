@@ -15,6 +15,7 @@ from .data import (
     Training,
     contexts,
     differences,
+    from_parts,
     length_name,
     live_shares,
     machine,
@@ -24,6 +25,7 @@ from .data import (
 )
 from .limits import does_not_pay
 
+LAYERS = 6  # of the model in examples/train_lm
 # 97.5% of Student's t, by the number of values
 STUDENT_T = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 
@@ -161,6 +163,22 @@ def whole_steps(data: Data) -> Iterator[str]:
         ("sequences x bytes", "attention", "tiles skipped", "step, ms", "times exact's speed"), rows
     )
     yield "±: half of the middle 50% of the times. Ratios are medians over turns."
+    measured = [context["context"] for _, context in contexts(data)]
+    length = data.stages["lengths"][-1]["length"] if data.stages is not None else 0
+    parts = from_parts(data, LAYERS, length)
+    if parts and length not in measured:
+        gains = [
+            f"{parts[None] / time:.2f} times as fast with {float(share):.0%} live"
+            for share, time in parts.items()
+            if share is not None
+        ]
+        at_32k = from_parts(data, LAYERS, 32768)["0.5"]
+        yield (
+            f"A whole step of {length_name(length)} was not timed. The sum of its parts, attention "
+            "as in the stages below and the rest in proportion to the length, is "
+            f"{parts[None]:.0f} ms exact, and {', '.join(gains)}. (For 32k and half of the tiles "
+            f"live such a sum is {at_32k:.1f} ms.)"
+        )
 
 
 # --------------------------------------------------------------------------------------- layers

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results.data import Data, Training, break_even, differences, load, repeated
+from benchmarks.results.data import (
+    Data,
+    Training,
+    break_even,
+    differences,
+    from_parts,
+    load,
+    repeated,
+)
 from benchmarks.results.text import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +52,21 @@ def row(extra_ms: float) -> dict[str, Any]:
 )
 def test_break_even(extra_ms: float, skipped: float) -> None:
     assert break_even(row(extra_ms)) == pytest.approx(skipped)
+
+
+def test_a_step_from_its_parts() -> None:
+    """The rest of a step, 70 ms at 32k, grows with the length; attention as it was measured."""
+    long = row(4.0)
+    long["ms"] = {name: 4 * time for name, time in long["ms"].items()}
+    steps = [{"negl_prob": None, "step_ms": 99.0}, {"negl_prob": 0.0, "step_ms": 100.0}]
+    data = Data(
+        stages={"lengths": [{**row(4.0), "length": 32768}, {**long, "length": 65536}]},
+        steps=[{"contexts": [{"context": 32768, "sequences": 1, "steps": steps}]}],
+    )
+    found = from_parts(data, 2, 65536)
+    assert found[None] == 2 * 4 * 15.0 + 2 * 70.0
+    assert found["0.5"] == 2 * 4 * (5.0 + 4.0 + 6.0) + 2 * 70.0
+    assert from_parts(data, 2, 1 << 20) == {}
 
 
 def training(negl_prob: float, seed: int, *losses: float) -> Training:
