@@ -22,18 +22,21 @@ from ._calibration import Calibration, LayerCalibration, write_whole
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 _BLUE, _RED, _SKIPPED = "#0072B2", "#D55E00", "#d9d9d9"
-_MOST_LABELS = 16  # cells of a heat map's side that are labelled with words or numbers
+_MOST_LABELS = 16  # layers of a picture that are labelled with their names
+_MOST_NUMBERS = 11  # heads of a picture that are labelled
 _LEAST_SHADE = 1e-4  # probability of a tile in the tile map
+_LEAST_ERROR = 0.01  # of the target: smaller errors are not drawn, they would squeeze the rest
+_WIDTH = 4.8  # inches: the letters are the page's size at 36rem, still legible at a phone's 328 px
 _STYLE: Any = {  # a dict; from 3.11 on matplotlib lists every key in its type
-    "font.size": 11,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 11,
+    "axes.titlesize": 10,
     "axes.grid": True,
     "grid.color": "#ebebeb",
     "axes.axisbelow": True,
-    "savefig.dpi": 160,
+    "savefig.dpi": 200,
 }
 
 
@@ -112,12 +115,12 @@ def _draw_density(layers: list[LayerCalibration]) -> Figure:
         for layer in layers
     ]
     height = 1.4 + min(8.0, max(1.6, 0.32 * len(layers)))
-    figure = Figure(figsize=(6.2, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
     axes.grid(visible=False)
     axes.set_xlabel("head")
-    axes.set_xticks(range(0, num_heads, max(1, num_heads // _MOST_LABELS)))
+    axes.set_xticks(range(0, num_heads, -(-num_heads // _MOST_NUMBERS)))
     if len(layers) <= _MOST_LABELS:
         axes.set_yticks(range(len(layers)), [_short(layer.name) for layer in layers])
     else:
@@ -127,14 +130,15 @@ def _draw_density(layers: list[LayerCalibration]) -> Figure:
             for head, density in enumerate(layer.density):
                 colour = "black" if 1.0 - density > 0.45 else "white"
                 text = f"{1.0 - density:.0%}"
-                axes.text(head, row, text, ha="center", va="center", color=colour, size=9)
-    bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1.0, decimals=0), pad=0.02)
+                axes.text(head, row, text, ha="center", va="center", color=colour, size=8)
+    percent = PercentFormatter(1.0, decimals=0)
+    bar = figure.colorbar(image, ax=axes, format=percent, pad=0.02, aspect=7.0 * height)
     bar.set_label("tiles skipped")
     return figure
 
 
 def _draw_error(calibration: Calibration) -> Figure:
-    figure = Figure(figsize=(6.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     axes = figure.subplots()
     for layer in calibration.layers:
         if layer.curves is None:
@@ -160,6 +164,7 @@ def _draw_error(calibration: Calibration) -> Figure:
     )
     axes.set_title("A line is a head, a point the value chosen for it")
     axes.set_yscale("log")
+    axes.set_ylim(_LEAST_ERROR * calibration.target.error, 1.5)
     axes.set_xlim(0.0, 1.0)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("share of the tiles skipped")
@@ -171,7 +176,7 @@ def _draw_time(layers: list[LayerCalibration]) -> Figure:
     exact = [1e3 * layer.curves.exact_seconds for layer in layers if layer.curves]
     expected = [1e3 * expected_seconds(layer) for layer in layers]
     height = 1.2 + min(8.0, max(1.6, 0.34 * len(layers)))
-    figure = Figure(figsize=(6.2, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots()
     rows = range(len(layers))
     axes.barh(rows, exact, height=0.8, color=_SKIPPED, label="exact, measured")
@@ -200,7 +205,7 @@ def _draw_tiles(calibration: Calibration) -> Figure:
         [live_one if a else nan for live_one, a in zip(live, allowed, strict=True)]
         for _, live, allowed in rows
     ]
-    figure = Figure(figsize=(6.2, 7.6), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 6.4), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, sharey=True)
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     image = top.imshow(shade, cmap="Blues", norm=LogNorm(_LEAST_SHADE, 1.0), **options)
@@ -242,13 +247,13 @@ _CSS = """
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; color: #1a1a1a; background: #fff;
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-img { display: block; width: 100%; max-width: 48rem; height: auto; }
+img { display: block; width: 100%; max-width: 36rem; height: auto; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; }
 dl div { border: 1px solid #ccc; border-radius: .4rem; padding: .5rem .75rem; }
 dt { color: #555; font-size: .875rem; } dd { margin: 0; font-size: 1.1rem; font-weight: 600; }
 nav a { margin-right: 1rem; } a { color: #0055a0; }
 :focus-visible { outline: 3px solid #0072B2; outline-offset: 2px; }
-.scroll { overflow-x: auto; }
+p code { overflow-wrap: anywhere; } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd;
   white-space: nowrap; }
@@ -259,7 +264,7 @@ th:first-child { text-align: left; }
 def _section(name: str, title: str, png: bytes, calibration: Calibration) -> str:
     data = base64.b64encode(png).decode()
     words = {
-        "density": "The table below has the numbers.",
+        "density": "The table below has the means by layer.",
         "error": "Each head's error grows with what it skips. It takes the largest measured "
         f"<code>negl_prob</code> whose error, with {calibration.margin:g} standard errors on top, "
         "is within the target.",
