@@ -220,7 +220,10 @@ def to_text(report: Report) -> str:
             section(title, list(report[title].items()))
     if report["environment"]:
         section("environment", list(report["environment"].items()))
-    section("self-check", [(check["backend"], _check_line(check)) for check in report["checks"]])
+    if report["checks"]:
+        section(
+            "self-check", [(check["backend"], _check_line(check)) for check in report["checks"]]
+        )
     lines += [f"problem: {problem}" for problem in report["problems"]]
     lines.append("result: all well" if report["ok"] else "result: something is wrong, see above")
     return "\n".join(lines)
