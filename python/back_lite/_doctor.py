@@ -26,7 +26,7 @@ PACKAGES = (
     *("backlite-attention", "torch", "apache-tvm-ffi", "torch-c-dlpack-ext", "triton", "numpy"),
 )
 VARIABLES = re.compile(
-    r"BACK_LITE_|BACKLITE_|CUDA_|NVIDIA_|OMP_|KMP_|GOMP_|MKL_|PYTORCH_|TORCH|LD_PRELOAD|LD_LIBRARY"
+    r"BACK_LITE_|BACKLITE_|CUDA_|NVIDIA_VISIBLE|OMP_|KMP_|GOMP_|MKL_|PYTORCH_|TORCH|LD_PRELOAD|LD_LIBRARY"
 )
 
 Report = dict[str, Any]

@@ -185,10 +185,9 @@ def _check(device: torch.device, dtype: torch.dtype, head_dim: int, negl_prob: f
     bits = ops.select(stats, negl_prob, query_length=LENGTH, key_length=LENGTH, causal=True)
     live = unpack_tiles(bits, stats.shape[2]).cpu()
     allowed = reference.mask_tiles(LENGTH, LENGTH, causal=True).expand(live.shape)
-    query, key, value, grad_out = inputs
     truth = (
-        *reference.attention(query, key, value, causal=True),
-        *reference.backward(grad_out, query, key, value, live=live, causal=True),
+        *reference.attention(*inputs[:3], causal=True),
+        *reference.backward(inputs[3], *inputs[:3], live=live, causal=True),
     )
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
     errors = {

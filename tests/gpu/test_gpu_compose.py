@@ -391,6 +391,27 @@ def test_row44_func_grad() -> None:
         hopper.assert_near("gradient", a, b)
 
 
+def test_row44_vmap() -> None:
+    """The results are those of a loop."""
+    query, key, value = CASE.inputs("cuda")[:3]
+    queries = torch.stack([query, -query, 2.0 * query])
+
+    def gradient(query: Tensor) -> Tensor:
+        def loss(query: Tensor) -> Tensor:
+            return attention(query, key, value, 0.3, causal=True).float().sin().sum()
+
+        return torch.func.grad(loss)(query)
+
+    for one, alone in zip(torch.func.vmap(gradient)(queries), queries, strict=True):
+        hopper.assert_near("gradient", one, gradient(alone))
+
+
+def test_row44_forward_mode_is_refused() -> None:
+    query, key, value = CASE.inputs("cuda")[:3]
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: attention(q, key, value), (query,), (query,))
+
+
 def test_row38_compiled_transform() -> None:
     """It skips what eager code skips."""
     query, key, value = CASE.inputs("cuda")[:3]
