@@ -266,6 +266,10 @@ def test_row38_compiled_training_step(negl_prob: float, backend: str) -> None:
     composition.check_compiled_step(negl_prob, "cuda", backend=backend)
 
 
+def test_row38_compiled_inference() -> None:
+    composition.check_compiled_inference("cuda")
+
+
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Receives an entry for every CUDA graph that torch.compile captures."""

@@ -91,6 +91,15 @@ def check_compiled_step(negl_prob: float, device: str, **options: Any) -> None:
         assert_steps_alike(step(compiled, block, x), step(block, block, x))
 
 
+def check_compiled_inference(device: str) -> None:
+    """Nothing wants a gradient, though gradients are on."""
+    block, x = make_block(0.3, device)
+    block.requires_grad_(False)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with autocast_of(device):
+        assert_steps_alike([compiled(x)], [block(x)])
+
+
 def check_changes_of_negl_prob(
     device: str, compile_counts: Callable[[], int], **options: Any
 ) -> None:

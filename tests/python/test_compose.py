@@ -60,6 +60,11 @@ def test_row38_compiled_training_step(negl_prob: float) -> None:
     composition.check_compiled_step(negl_prob, "cpu", backend="aot_eager")
 
 
+@needs_operators
+def test_row38_compiled_inference() -> None:
+    composition.check_compiled_inference("cpu")
+
+
 @pytest.mark.needs_compiler
 @needs_operators
 @pytest.mark.skipif(
