@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from back_lite import mask_tiles, ops, pack_tiles, reference
@@ -170,8 +171,11 @@ def bench_window() -> Iterator[Row]:
         yield slower_row("window", f"{case} window 1024", "causal", pair, bar)
 
 
-def kernel_seconds(function: Callable[[], object], names: tuple[str, ...]) -> dict[str, Timing]:
-    """Times on the device of the kernels whose names hold one of these."""
+def kernel_seconds(function: Callable[[], object], first: str, last: str) -> Timing:
+    """Time on the device from the start of one kernel to the end of another, each by a part of its
+    name. (A kernel that is launched early waits for the one before it: times of their own would
+    count that twice.)
+    """
     for _ in range(3):
         function()
     torch.cuda.synchronize()
@@ -179,10 +183,13 @@ def kernel_seconds(function: Callable[[], object], names: tuple[str, ...]) -> di
         for _ in range(50):
             function()
         torch.cuda.synchronize()
-    return {
-        name: Timing([e.device_time * 1e-6 for e in recorded.events() if name in e.name])
-        for name in names
-    }
+
+    def ranges(name: str) -> list[Any]:
+        found = [e.time_range for e in recorded.events() if name in e.name]
+        return sorted(found, key=lambda r: r.start)
+
+    pairs = zip(ranges(first), ranges(last), strict=True)
+    return Timing([(b.end - a.start) * 1e-6 for a, b in pairs])
 
 
 def time_overheads(problem: Problem) -> dict[str, Timing]:
@@ -193,12 +200,10 @@ def time_overheads(problem: Problem) -> dict[str, Timing]:
     assert stats is not None
     select = partial(ops.select, stats, 0.05, **options)
     bits = select()
-    parts = kernel_seconds(partial(problem.ours, bits), ("count_kernel", "plan_kernel"))
-    both = zip(*(timing.seconds for timing in parts.values()), strict=True)
     return {
         **in_turns({"dense": problem.ours}),
-        "select": kernel_seconds(select, ("select_kernel",))["select_kernel"],
-        "schedule": Timing([count + plan for count, plan in both]),
+        "select": kernel_seconds(select, "select_kernel", "select_kernel"),
+        "schedule": kernel_seconds(partial(problem.ours, bits), "count_kernel", "plan_kernel"),
     }
 
 

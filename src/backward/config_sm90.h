@@ -13,26 +13,38 @@ inline constexpr int kQueries = kQueryTile;
 inline constexpr int kKeys = kKeyTile;
 static_assert(kKeys == kConsumers * sm90::kMmaRows, "One wgmma's rows of keys for each consumer");
 
+// Columns of dQ that a consumer has of a tile.
+inline constexpr int kGradQueryColumns = 64;
+
 struct BackwardConfig {
   int head_dim;
   int query_stages;        // of Q, dO and the row terms
+  int tiles_at_once;       // query tiles in a step
   int consumer_registers;  // a thread, after the warpgroups have traded
   int producer_registers;
 
   BACKLITE_HOST_DEVICE constexpr int column_blocks() const {
     return head_dim / sm90::kBlockColumns;
   }
-  // The consumers share dQ by columns.
-  BACKLITE_HOST_DEVICE constexpr int grad_query_columns() const { return head_dim / kConsumers; }
+  // The consumers share dQ by columns, or each has the dQ of one tile of the step.
+  BACKLITE_HOST_DEVICE constexpr bool shares_tiles() const { return tiles_at_once == kConsumers; }
 };
 
 // A thread's accumulators: dK 64, dV 64, S^T 32, dP^T 32, dQ 32.
-inline constexpr BackwardConfig kD128{
-    .head_dim = 128, .query_stages = 2, .consumer_registers = 232, .producer_registers = 40};
+inline constexpr BackwardConfig kD128{.head_dim = 128,
+                                      .query_stages = 2,
+                                      .tiles_at_once = 1,
+                                      .consumer_registers = 232,
+                                      .producer_registers = 40};
 
-// dK 32, dV 32, S^T 32, dP^T 32, dQ 16.
-inline constexpr BackwardConfig kD64{
-    .head_dim = 64, .query_stages = 2, .consumer_registers = 232, .producer_registers = 40};
+// dK 32, dV 32, S^T 64, dP^T 64; dQ 32 when P^T and dS^T are packed. Two tiles at a time: products
+// 64 wide take as long to read as to multiply, 128 wide three quarters of that, and each consumer's
+// dQ of a tile of its own is 64 wide instead of 32 (docs/hopper-backward.md: 9% of the time).
+inline constexpr BackwardConfig kD64{.head_dim = 64,
+                                     .query_stages = 4,
+                                     .tiles_at_once = 2,
+                                     .consumer_registers = 232,
+                                     .producer_registers = 40};
 
 // A kernel takes its configuration as a type with a member kConfig: nvcc 13.0 writes host code that
 // does not compile for a kernel with a template argument of class type.
@@ -47,8 +59,8 @@ constexpr bool fits_register_file(const BackwardConfig& config) {
   constexpr int kRegisterFile = 65536;
   const int total = sm90::kWarpgroupThreads *
                     (kConsumers * config.consumer_registers + config.producer_registers);
-  return total <= kRegisterFile && config.consumer_registers % 8 == 0 &&
-         config.producer_registers % 8 == 0;
+  return total <= kRegisterFile && config.query_stages % config.tiles_at_once == 0 &&
+         config.consumer_registers % 8 == 0 && config.producer_registers % 8 == 0;
 }
 static_assert(fits_register_file(kD128) && fits_register_file(kD64));
 

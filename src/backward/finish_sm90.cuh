@@ -56,8 +56,11 @@ __global__ void __launch_bounds__(kFinishThreads)
     const int64_t batch = batch_head / params.num_query_heads;
     const int64_t head = batch_head - batch * params.num_query_heads;
     const Strides& strides = params.grad_query_strides;
-    if (schedule_sm90::first_stores(*params.schedule, params.num_tiles) &&
-        params.started[block] == 0) {  // no live tile: nobody wrote the sums
+    const uint32_t started = schedule_sm90::first_stores(*params.schedule, params.num_tiles)
+                                 ? params.started[block]
+                                 : kStored;
+    if (started == kOnlyOne) return;  // dQ is there
+    if (started == 0) {               // no live tile: nobody wrote the sums
       constexpr int kRowLanes = kD / 8;
       for (int i = threadIdx.x; i < kQueries * kRowLanes; i += kFinishThreads) {
         const int row = query + i / kRowLanes;
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(kFinishThreads)
       }
       return;
     }
-    convert_rows<kD, kD / kConsumers>(
+    convert_rows<kD, kGradQueryColumns>(
         params.grad_query_sums + block * kQueries * kD,
         static_cast<Element*>(params.grad_query) + batch * strides.batch + head * strides.head +
             query * strides.length,

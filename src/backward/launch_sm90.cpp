@@ -59,7 +59,9 @@ double safe_scale(const Problem& problem) {
 
 RowsParams rows_params(const Problem& problem, const BackwardArgs& args, const Workspace& workspace,
                        const ScheduleLayout& schedule) {
-  return {.out = args.out.data,
+  return {.mask = Mask::of(problem),
+          .tile_bits = reinterpret_cast<const uint32_t*>(args.tile_bits),
+          .out = args.out.data,
           .grad_out = args.grad_out.data,
           .grad_query = args.grad_query.data,
           .grad_key = args.grad_key.data,
@@ -108,6 +110,7 @@ BackwardParams columns_params(const Problem& problem, const BackwardArgs& args,
   params.value = key_side(args.value, kKeys);
   params.grad_key = key_side(args.grad_key, sm90::kMmaRows);
   params.grad_value = key_side(args.grad_value, sm90::kMmaRows);
+  params.grad_query_rows = query_side(args.grad_query);
   params.mask = Mask::of(problem);
   params.schedule = schedule.header;
   params.items = schedule.items;

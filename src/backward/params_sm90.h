@@ -29,21 +29,25 @@ struct Strides {  // of a (batch, length, heads, head_dim) tensor, in elements
 // may add.
 inline constexpr uint32_t kStored = 1u << 31;
 
+// The same: one live tile alone adds to the query tile, and stores dQ as the caller wants it.
+inline constexpr uint32_t kOnlyOne = 1u << 30;
+
 struct BackwardParams {
-  CUtensorMap query;       // (B, H, Sq, D), boxes of 64 rows
-  CUtensorMap grad_out;    // as query
-  CUtensorMap key;         // (B, Hk, Sk, D), boxes of 128 rows
-  CUtensorMap value;       // as key
-  CUtensorMap grad_key;    // (B, Hk, Sk, D), boxes of 64 rows
-  CUtensorMap grad_value;  // as grad_key
+  CUtensorMap query;            // (B, H, Sq, D), boxes of 64 rows
+  CUtensorMap grad_out;         // as query
+  CUtensorMap key;              // (B, Hk, Sk, D), boxes of 128 rows
+  CUtensorMap value;            // as key
+  CUtensorMap grad_key;         // (B, Hk, Sk, D), boxes of 64 rows
+  CUtensorMap grad_value;       // as grad_key
+  CUtensorMap grad_query_rows;  // as query
   Mask mask;
   const schedule_sm90::Header* schedule;
   const schedule_sm90::WorkItem* items;  // [schedule->num_items]
   int* next_item;                        // zero at the start: items taken beyond the first round
   const uint32_t* tile_bits;             // [B, H, Tn, W], nullptr if dense
   const void* row_terms;                 // [B, H, Tm * 64, kRowTerms] of 16 bits
-  uint32_t* started;    // [B, H, Tm]: if first_stores, how many have come; with kStored
-  float* grad_query;    // [B, H, Tm][2][D / 16][128][4]: dQ / scale by consumer's fragment
+  uint32_t* started;    // [B, H, Tm]: if first_stores, how many have come, kStored, kOnlyOne
+  float* grad_query;    // [B, H, Tm][D / 64][8][128][4]: dQ / scale by accumulator fragment
   float* grad_parts;    // [max_slots][dV, dK / scale][2][D / 8][128][4]: split columns, likewise
   int num_query_heads;  // H
   int heads_per_key_head;
@@ -51,14 +55,16 @@ struct BackwardParams {
   int num_key_tiles;    // Tn
   int64_t num_tiles;    // B * H * Tm
   float scale_log2;     // scale * log2(e), not 0
-  float grad_scale;     // of dK
+  float grad_scale;     // of dK and dQ
   int mask_left;        // the mask's sides, small enough for 32 bits
   int mask_right;
 };
 
 // The passes before and after the columns.
 struct RowsParams {
-  const void* out;  // [B, Sq, H, D]
+  Mask mask;
+  const uint32_t* tile_bits;  // as BackwardParams
+  const void* out;            // [B, Sq, H, D]
   const void* grad_out;
   void* grad_query;
   void* grad_key;  // [B, Sk, Hk, D]

@@ -39,6 +39,23 @@ __device__ __forceinline__ void split(float x, Element* parts) {
   parts[2] = Element(x);
 }
 
+// The live tiles of a query tile, exact up to two. The whole block.
+__device__ __forceinline__ int count_live(const RowsParams& params, int64_t batch_head,
+                                          int query_tile) {
+  const Range allowed = params.mask.key_tiles(query_tile);
+  if (params.tile_bits == nullptr) return static_cast<int>(allowed.size());
+  const int64_t num_words = num_bit_words(params.query_length);
+  const uint32_t* const words =
+      params.tile_bits + batch_head * params.num_key_tiles * num_words + query_tile / kTilesPerWord;
+  int live = 0;
+  for (int64_t first = allowed.begin; first < allowed.end && live < 2; first += kPrepareThreads) {
+    const int64_t n = first + threadIdx.x;
+    live += __syncthreads_count(n < allowed.end &&
+                                (words[n * num_words] >> query_tile % kTilesPerWord & 1) != 0);
+  }
+  return live;
+}
+
 template <int kD, typename Element>
 __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
   constexpr int kRowLanes = kD / 8;  // of 16 bytes each
@@ -50,6 +67,13 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
   const int64_t batch = batch_head / params.num_query_heads;
   const int64_t head = batch_head - batch * params.num_query_heads;
   const int lane = threadIdx.x % kRowLanes;
+  const bool first_stores = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
+  if (first_stores) {
+    const int live = count_live(params, batch_head, query_tile);
+    if (threadIdx.x == 0)
+      params.started[tile] = live == 1 && params.tile_bits != nullptr ? kOnlyOne : 0;
+    if (live == 0) return;  // nobody asks for its row terms
+  }
 
   const auto at = [&](const void* base, const Strides& strides, int row) {
     return reinterpret_cast<const uint4*>(static_cast<const Element*>(base) +
@@ -98,10 +122,7 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
     }
   }
 
-  if (schedule_sm90::first_stores(*params.schedule, params.num_tiles)) {
-    if (threadIdx.x == 0) params.started[tile] = 0;
-    return;
-  }
+  if (first_stores) return;
   auto* const sums = reinterpret_cast<float4*>(params.grad_query_sums) + tile * kQueries * kD / 4;
 #pragma unroll
   for (int i = 0; i < kQueries * kD / 4 / kPrepareThreads; ++i) {

@@ -31,6 +31,8 @@ __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared&
     __syncwarp();
   };
   const int num_items = params.schedule->num_items;
+  const bool has_only =
+      TileSource::kIsSparse && schedule_sm90::first_stores(*params.schedule, params.num_tiles);
   int index = blockIdx.x;
   while (index < num_items) {
     const schedule_sm90::WorkItem item = params.items[index];
@@ -40,13 +42,19 @@ __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared&
 #pragma unroll 1
     for (int i = 0; i < item.num_live; ++i) {
       const QueryTile tile = source.next();
+      const int head = item.key_head * params.heads_per_key_head + tile.head;
+      const bool is_only =
+          has_only &&
+          params.started[(item.batch * params.num_query_heads + head) * params.num_query_tiles +
+                         tile.index] == kOnlyOne;
       hand_over({.batch = item.batch,
-                 .head = item.key_head * params.heads_per_key_head + tile.head,
+                 .head = head,
                  .query_tile = tile.index,
                  .key_tile = item.key_tile,
                  .num_live = i == 0 ? item.num_live : 0,
                  .part_slot = item.part_slot,
-                 .reserved = {}});
+                 .is_only = is_only,
+                 .reserved = 0});
     }
     index = __shfl_sync(~0u, index, 0);
   }
@@ -67,8 +75,10 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
   sm90::Ring<kFoundSlots> found;
   sm90::Ring<kItemSlots> slot;
   sm90::Ring<kConfig.query_stages> stage;
-  sm90::Ring<kReduceSlots> reduce;
+  sm90::Ring<Shared::kReduceSlots> reduce;
   const uint64_t once = sm90::evict_first();
+  int num_left = 0;  // tiles of the item
+  bool needs_value = false;
   uint32_t value_parity = 0;  // V has one stage: its parity flips with every item
   for (;; found.advance()) {
     shared.found_full[found.stage].wait(found.parity);
@@ -78,7 +88,6 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
     const int key_head = tile.head / params.heads_per_key_head;
 
     const auto load_key_side = [&](Element* to, const CUtensorMap& map, sm90::Barrier& full) {
-      full.arrive_and_expect(kKeyBytes);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         sm90::tma_load(to + b * kKeys * sm90::kBlockColumns, map, full, b * sm90::kBlockColumns,
@@ -94,7 +103,7 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
     };
 
     // In the order in which space becomes free: K's slot after the item before the last, Q and dO
-    // after the last item's last tile but one, V during its last tile.
+    // after a step of the last item, V during its last step.
     if (tile.num_live > 0) {
       shared.key_empty[slot.stage].wait(slot.parity ^ 1);
       shared.item[slot.stage] = {.batch = tile.batch,
@@ -104,30 +113,52 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
                                  .num_live = tile.num_live,
                                  .part_slot = tile.part_slot,
                                  .reserved = {}};
-      load_key_side(shared.key[slot.stage], params.key, shared.key_full[slot.stage]);
+      sm90::Barrier& full = shared.key_full[slot.stage];
+      full.arrive_and_expect(kKeyBytes);
+      load_key_side(shared.key[slot.stage], params.key, full);
       slot.advance();
+      num_left = tile.num_live;
+      needs_value = true;
     }
 
     const int global_tile =
         (tile.batch * params.num_query_heads + tile.head) * params.num_query_tiles +
         tile.query_tile;
-    sm90::Barrier& full = shared.tile_full[stage.stage];
+    const auto load_tile = [&] {
+      sm90::Barrier& full = shared.tile_full[stage.stage];
+      shared.query_tile[stage.stage] = tile.query_tile | (tile.is_only != 0 ? kOnlyTile : 0);
+      full.arrive_and_expect(2 * kQueryBytes + kRowTermBytes);
+      load_query_side(shared.query[stage.stage], params.query, full);
+      sm90::bulk_load(shared.row_terms[stage.stage],
+                      static_cast<const Element*>(params.row_terms) +
+                          static_cast<int64_t>(global_tile) * kQueries * kRowTerms,
+                      kRowTermBytes, full);
+      load_query_side(shared.grad_out[stage.stage], params.grad_out, full);
+    };
+    constexpr int kTiles = kConfig.tiles_at_once;
     shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
-    shared.query_tile[stage.stage] = tile.query_tile;
-    shared.reduce_tile[reduce.stage] = global_tile;
+    shared.reduce_tile[reduce.stage] = {.batch = tile.batch,
+                                        .head = tile.head,
+                                        .query_tile = tile.query_tile,
+                                        .is_only = static_cast<int16_t>(tile.is_only),
+                                        .place = static_cast<int16_t>(stage.stage % kTiles)};
     shared.reduce_ready[reduce.stage].arrive();
     reduce.advance();
-    full.arrive_and_expect(2 * kQueryBytes + kRowTermBytes);
-    load_query_side(shared.query[stage.stage], params.query, full);
-    sm90::bulk_load(shared.row_terms[stage.stage],
-                    static_cast<const Element*>(params.row_terms) +
-                        static_cast<int64_t>(global_tile) * kQueries * kRowTerms,
-                    kRowTermBytes, full);
-    load_query_side(shared.grad_out[stage.stage], params.grad_out, full);
+    load_tile();
     stage.advance();
+    --num_left;
+    if (kTiles > 1 && num_left == 0 && stage.stage % kTiles != 0) {
+      // The step is filled with what is masked there: numbers of the same column, so that one which
+      // is none changes nothing but the columns that it changes anyway.
+      shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
+      load_tile();
+      stage.advance();
+    }
 
-    if (tile.num_live > 0) {
+    if (needs_value && stage.stage % kTiles == 0) {  // K, Q and dO are on their way
+      needs_value = false;
       shared.value_empty.wait(value_parity ^ 1);
+      shared.value_full.arrive_and_expect(kKeyBytes);
       load_key_side(shared.value, params.value, shared.value_full);
       value_parity ^= 1;
     }
@@ -135,44 +166,67 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
   shared.key_empty[slot.stage].wait(slot.parity ^ 1);
   shared.item[slot.stage].num_live = 0;
   shared.key_full[slot.stage].arrive();
-  shared.reduce_tile[reduce.stage] = -1;
+  shared.reduce_tile[reduce.stage].query_tile = -1;
   shared.reduce_ready[reduce.stage].arrive();
 }
 
 // Adds dQ to global memory. One thread. If first_stores, the first block to come to a query tile
 // stores instead of adding, so that nobody need write zeros before, and the others wait until that
-// is done. A block asks whether it is the first only when it has dealt with its tile before: so
+// is done. The only live tile of a query tile is neither added nor converted but goes to dQ itself.
+// A block asks whether it is the first only when it has dealt with its tile before: so
 // whoever is first stores, and says so, without waiting for anyone. (Two threads with half of dQ
 // each could wait for each other through the consumers, which meet at every tile.)
 template <typename Config, typename Shared>
 __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared) {
   constexpr int kFloats = kQueries * Config::kConfig.head_dim;
-  sm90::Ring<kReduceSlots> ready;
-  uint32_t parity = 0;
+  sm90::Ring<Shared::kReduceSlots> ready;
+  uint32_t parities = 0;  // a bit for each place in a step
   const bool asks = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
-  for (;; ready.advance(), parity ^= 1) {
+  for (;; ready.advance()) {
     shared.reduce_ready[ready.stage].wait(ready.parity);
-    const int tile = shared.reduce_tile[ready.stage];
-    if (tile < 0) break;
+    const ReduceTile at = shared.reduce_tile[ready.stage];
+    if (at.query_tile < 0) break;
+    const float* const from = shared.grad_query[at.place];
+    const auto wait_until_full = [&] {
+      shared.grad_query_full[at.place].wait(parities >> at.place & 1);
+      parities ^= 1u << at.place;
+    };
+    const auto hand_back = [&] {
+      sm90::tma_store_wait_read();
+      shared.grad_query_empty[at.place].arrive();
+    };
+    if (at.is_only != 0) {
+      wait_until_full();
+      const auto* const rows = reinterpret_cast<const typename Shared::Element*>(from);
+#pragma unroll
+      for (int b = 0; b < Config::kConfig.column_blocks(); ++b) {
+        sm90::tma_store(params.grad_query_rows, rows + b * kQueries * sm90::kBlockColumns,
+                        b * sm90::kBlockColumns, at.query_tile * kQueries, at.head, at.batch,
+                        sm90::evict_first());
+      }
+      sm90::tma_store_commit();
+      hand_back();
+      continue;
+    }
+    const int tile =
+        (at.batch * params.num_query_heads + at.head) * params.num_query_tiles + at.query_tile;
     uint32_t* const word = params.started + tile;
     // The answer comes while the tile is at work.
     const uint32_t started = asks ? sm90::fetch_add(word, 1) : 1 | kStored;
     float* const to = params.grad_query + static_cast<int64_t>(tile) * kFloats;
     if (started == 0) {
-      shared.grad_query_full.wait(parity);
-      sm90::bulk_store(to, shared.grad_query, kFloats * sizeof(float));
-      sm90::tma_store_wait_read();
-      shared.grad_query_empty.arrive();
+      wait_until_full();
+      sm90::bulk_store(to, from, kFloats * sizeof(float));
+      hand_back();
       sm90::bulk_wait();
       sm90::fence_async_proxy_global();
       sm90::set_bits(word, kStored);
     } else {
       if ((started & kStored) == 0) sm90::wait_for_bits(word, kStored);
       if (asks) sm90::fence_async_proxy_global();
-      shared.grad_query_full.wait(parity);
-      sm90::bulk_add(to, shared.grad_query[0], kFloats * sizeof(float));
-      sm90::tma_store_wait_read();
-      shared.grad_query_empty.arrive();
+      wait_until_full();
+      sm90::bulk_add(to, from, kFloats * sizeof(float));
+      hand_back();
     }
   }
   sm90::bulk_wait();

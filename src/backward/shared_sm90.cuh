@@ -12,8 +12,7 @@
 
 namespace backlite::backward_sm90 {
 
-inline constexpr int kReduceSlots = 4;  // query tiles whose dQ is on its way
-inline constexpr int kItemSlots = 2;    // an item's K is loaded while the one before is at work
+inline constexpr int kItemSlots = 2;  // an item's K is loaded while the one before is at work
 inline constexpr int kCoreElements = sm90::kCoreRows * sm90::kChunkColumns;
 
 // A live tile on its way from the warp that finds it to the one that loads it.
@@ -24,9 +23,22 @@ struct alignas(16) FoundTile {
   int32_t key_tile;
   int32_t num_live;   // of the item if this is its first tile, otherwise 0
   int32_t part_slot;  // of the item
-  int32_t reserved[2];
+  int32_t is_only;    // the only live tile of its query tile
+  int32_t reserved;
 };
 static_assert(sizeof(FoundTile) == 32, "Moved as two 16-byte words");
+
+// In SharedMemory::query_tile: FoundTile::is_only.
+inline constexpr int kOnlyTile = 1 << 30;
+
+// A query tile whose dQ is on its way.
+struct alignas(16) ReduceTile {
+  int32_t batch;
+  int32_t head;
+  int32_t query_tile;  // negative: the end
+  int16_t is_only;
+  int16_t place;  // in its step
+};
 
 // Columns with few live tiles take less time than the memory accesses that find them one by one:
 // the finder runs this many tiles ahead.
@@ -37,6 +49,9 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   using Element = AnyElement;
   static constexpr BackwardConfig kConfig = Config::kConfig;
   static constexpr int kTileElements = kQueries * kConfig.head_dim;
+  // Query tiles whose dQ is on its way. A stage is free when its tile's dQ has been handed over, so
+  // the reducer may be two behind: with so many the loader overwrites none that is yet to be read.
+  static constexpr int kReduceSlots = kConfig.query_stages + 2;
 
   // The small things come first: compute-sanitizer takes the operands of the row terms' step for
   // 2 KiB each and reports them where the block's memory ends sooner.
@@ -51,31 +66,35 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   FoundTile found[kFoundSlots];
 
   schedule_sm90::WorkItem item[kItemSlots];
-  int query_tile[kConfig.query_stages];  // within the head
-  int reduce_tile[kReduceSlots];         // (b * H + h) * Tm + query tile; negative: the end
+  ReduceTile reduce_tile[kReduceSlots];
+  alignas(8) int query_tile[kConfig.query_stages];  // within the head, with kOnlyTile
 
   sm90::Barrier key_full[kItemSlots], key_empty[kItemSlots], value_full, value_empty;
   sm90::Barrier tile_full[kConfig.query_stages], tile_empty[kConfig.query_stages];
-  sm90::Barrier grad_query_full, grad_query_empty;
+  // Of all of a tile's dQ, or of the tile that each consumer has.
+  sm90::Barrier grad_query_full[kConfig.tiles_at_once], grad_query_empty[kConfig.tiles_at_once];
   sm90::Barrier reduce_ready[kReduceSlots];
   sm90::Barrier found_full[kFoundSlots], found_empty[kFoundSlots];
 
-  // After an item's last tile its K makes room for its dK on its way out, each consumer's 64 rows.
-  union {
-    alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
-    Element grad_key[kItemSlots][kConsumers][kTileElements];
-  };
+  alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
   Element value[kKeys * kConfig.head_dim];
   Element query[kConfig.query_stages][kTileElements];
   Element grad_out[kConfig.query_stages][kTileElements];
-  // dS [64 queries][128 keys], two, so that one barrier a tile is enough. After an item's last tile
-  // the same bytes hold dV on its way out, each consumer's 64 rows.
-  union {
-    Element grad_scores[2][kQueries * kKeys];
-    Element grad_value[kConsumers][kTileElements];
-  };
-  // Each consumer's columns of dQ, as they are in global memory.
-  float grad_query[kConsumers][kQueries * kConfig.grad_query_columns()];
+  // dS [64 queries][128 keys] of each tile, two, so that one barrier a step is enough.
+  Element grad_scores[2][kConfig.tiles_at_once][kQueries * kKeys];
+  // What each consumer has of dQ, as it is in global memory: float32 by fragment, or, of the only
+  // live tile of a query tile, rows in the caller's type.
+  float grad_query[kConsumers][kQueries * kGradQueryColumns];
+
+  // After an item's last tile its K makes room for its dK on its way out, dS for its dV: each
+  // consumer's 64 rows.
+  __device__ __forceinline__ Element* grad_key(int slot, int consumer) {
+    return key[slot] + consumer * kTileElements;
+  }
+  __device__ __forceinline__ Element* grad_value(int consumer) {
+    static_assert(sizeof(grad_scores) >= kConsumers * kTileElements * sizeof(Element));
+    return grad_scores[0][0] + consumer * kTileElements;
+  }
 };
 
 }  // namespace backlite::backward_sm90

@@ -17,6 +17,8 @@ struct QueryTile {
 // Every tile that the mask allows.
 class DenseTiles {
  public:
+  static constexpr bool kIsSparse = false;
+
   __device__ __forceinline__ DenseTiles(const BackwardParams& params,
                                         const schedule_sm90::WorkItem& item, int) {
     const Range allowed = params.mask.query_tiles(item.key_tile);
@@ -50,6 +52,8 @@ class DenseTiles {
 // a load covers 65536 query rows.
 class LiveTiles {
  public:
+  static constexpr bool kIsSparse = true;
+
   __device__ __forceinline__ LiveTiles(const BackwardParams& params,
                                        const schedule_sm90::WorkItem& item, int lane)
       : params_(params), key_tile_(item.key_tile), lane_(lane) {

@@ -1,4 +1,4 @@
-// Two more warpgroup products: a width of 32, and one step on operands that are not swizzled.
+// One step of a warpgroup product on operands that are not swizzled.
 #pragma once
 
 #include <cstdint>
@@ -23,47 +23,48 @@ BACKLITE_SM90_HOST_DEVICE constexpr uint32_t core_descriptor_high(uint32_t strid
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 
-// D (64 x 64) += A (64 x 16) * B^T (64 x 16), both in shared memory, in core matrices.
-// kAHigh, kBHigh: core_descriptor_high of each.
+// D (64 x N) += A (64 x 16) * B^T (N x 16), both in shared memory, in core matrices; N is 64 or
+// 128. kAHigh, kBHigh: core_descriptor_high of each.
 template <typename Element, uint32_t kAHigh, uint32_t kBHigh>
 struct CoreStep;
 
-// D (64 x 32) = A (64 x 16) * B (16 x 32) [+ D], as Wgmma::with_shared_a<true>.
-template <typename Element>
-__device__ __forceinline__ void wgmma_32(float (&d)[16], uint32_t a, uint32_t b, int accumulate);
-
-#define BACKLITE_DEFINE_WGMMA_SMALL(ELEMENT, TYPE)                                            \
-  template <uint32_t kAHigh, uint32_t kBHigh>                                                 \
-  struct CoreStep<ELEMENT, kAHigh, kBHigh> {                                                  \
-    __device__ static __forceinline__ void issue(float (&d)[32], uint32_t a, uint32_t b) {    \
-      asm volatile(                                                                           \
-          "{\n.reg .b64 a, b;\n"                                                              \
-          "mov.b64 a, {%32, %34};\n"                                                          \
-          "mov.b64 b, {%33, %35};\n"                                                          \
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                         \
-          " {%0, %1, %2, %3, %4, %5, %6, %7,"                                                 \
-          " %8, %9, %10, %11, %12, %13, %14, %15,"                                            \
-          " %16, %17, %18, %19, %20, %21, %22, %23,"                                          \
-          " %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n}"                 \
-          : BACKLITE_WGMMA_OUT8(d, 0), BACKLITE_WGMMA_OUT8(d, 8), BACKLITE_WGMMA_OUT8(d, 16), \
-            BACKLITE_WGMMA_OUT8(d, 24)                                                        \
-          : "r"(a), "r"(b), "n"(kAHigh), "n"(kBHigh));                                        \
-    }                                                                                         \
-  };                                                                                          \
-  template <>                                                                                 \
-  __device__ __forceinline__ void wgmma_32<ELEMENT>(float (&d)[16], uint32_t a, uint32_t b,   \
-                                                    int accumulate) {                         \
-    asm volatile(                                                                             \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\n"                                                 \
-        "setp.ne.b32 p, %18, 0;\n"                                                            \
-        "mov.b64 a, {%16, %19};\n"                                                            \
-        "mov.b64 b, {%17, %19};\n"                                                            \
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE                           \
-        " {%0, %1, %2, %3, %4, %5, %6, %7,"                                                   \
-        " %8, %9, %10, %11, %12, %13, %14, %15}, a, b, p, 1, 1, 0, 1;\n}"                     \
-        : BACKLITE_WGMMA_OUT8(d, 0), BACKLITE_WGMMA_OUT8(d, 8)                                \
-        : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh));                             \
-  }
+#define BACKLITE_DEFINE_WGMMA_SMALL(ELEMENT, TYPE)                                              \
+  template <uint32_t kAHigh, uint32_t kBHigh>                                                   \
+  struct CoreStep<ELEMENT, kAHigh, kBHigh> {                                                    \
+    __device__ static __forceinline__ void issue(float (&d)[32], uint32_t a, uint32_t b) {      \
+      asm volatile(                                                                             \
+          "{\n.reg .b64 a, b;\n"                                                                \
+          "mov.b64 a, {%32, %34};\n"                                                            \
+          "mov.b64 b, {%33, %35};\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                           \
+          " {%0, %1, %2, %3, %4, %5, %6, %7,"                                                   \
+          " %8, %9, %10, %11, %12, %13, %14, %15,"                                              \
+          " %16, %17, %18, %19, %20, %21, %22, %23,"                                            \
+          " %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n}"                   \
+          : BACKLITE_WGMMA_OUT8(d, 0), BACKLITE_WGMMA_OUT8(d, 8), BACKLITE_WGMMA_OUT8(d, 16),   \
+            BACKLITE_WGMMA_OUT8(d, 24)                                                          \
+          : "r"(a), "r"(b), "n"(kAHigh), "n"(kBHigh));                                          \
+    }                                                                                           \
+    __device__ static __forceinline__ void issue(float (&d)[64], uint32_t a, uint32_t b) {      \
+      asm volatile(                                                                             \
+          "{\n.reg .b64 a, b;\n"                                                                \
+          "mov.b64 a, {%64, %66};\n"                                                            \
+          "mov.b64 b, {%65, %67};\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                          \
+          " {%0, %1, %2, %3, %4, %5, %6, %7,"                                                   \
+          " %8, %9, %10, %11, %12, %13, %14, %15,"                                              \
+          " %16, %17, %18, %19, %20, %21, %22, %23,"                                            \
+          " %24, %25, %26, %27, %28, %29, %30, %31,"                                            \
+          " %32, %33, %34, %35, %36, %37, %38, %39,"                                            \
+          " %40, %41, %42, %43, %44, %45, %46, %47,"                                            \
+          " %48, %49, %50, %51, %52, %53, %54, %55,"                                            \
+          " %56, %57, %58, %59, %60, %61, %62, %63}, a, b, 1, 1, 1, 0, 0;\n}"                   \
+          : BACKLITE_WGMMA_OUT8(d, 0), BACKLITE_WGMMA_OUT8(d, 8), BACKLITE_WGMMA_OUT8(d, 16),   \
+            BACKLITE_WGMMA_OUT8(d, 24), BACKLITE_WGMMA_OUT8(d, 32), BACKLITE_WGMMA_OUT8(d, 40), \
+            BACKLITE_WGMMA_OUT8(d, 48), BACKLITE_WGMMA_OUT8(d, 56)                              \
+          : "r"(a), "r"(b), "n"(kAHigh), "n"(kBHigh));                                          \
+    }                                                                                           \
+  };
 
 BACKLITE_DEFINE_WGMMA_SMALL(BFloat16, "bf16")
 BACKLITE_DEFINE_WGMMA_SMALL(Float16, "f16")

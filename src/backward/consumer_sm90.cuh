@@ -1,0 +1,432 @@
+// What the two warpgroups of consumers do, 64 keys of a column each. For every live tile of 64
+// query rows, one or two at a time:
+//
+//   (1) S^T = K Q^T - LSE / scale        the row terms as one more step of the product
+//   (2) P^T = exp2(c S^T)                c = scale * log2(e); 0 where masked
+//   (3) dV += P^T dO                     P^T from registers
+//   (4) dP^T = V dO^T - delta            the row terms again
+//   (5) dS^T = P^T * dP^T
+//   (6) dK += dS^T Q                     dS^T from registers; scale is applied at the end
+//   (7) dQ += dS K                       dS through shared memory, dQ added up in global memory
+//
+// Float32 operations beside the tensor cores cost them cycles, and loads from shared memory starve
+// there; with LSE and delta through the tensor cores two operations an element are left instead of
+// four and no loads: 3408 cycles a tile instead of 3620 (docs/hopper-backward.md).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "backward/config_sm90.h"
+#include "backward/params_sm90.h"
+#include "backward/shared_sm90.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/bulk.cuh"
+#include "sm90/layout.h"
+#include "sm90/math.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+#include "sm90/wgmma_small.cuh"
+
+namespace backlite::backward_sm90 {
+
+// Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
+enum NamedBarrier : int {
+  kBothConsumers = 1,
+  kOneConsumer = 2,  // + consumer
+  kNumNamedBarriers = kOneConsumer + kConsumers
+};
+static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
+
+// Masks S^T of one tile, elements [kFirst, kFirst + 32) of the step's: rows are keys, columns
+// queries. `relative` is the key's position minus the query's (shifted to the mask's diagonal) for
+// this thread's first element.
+template <int kFirst, int kSize>
+__device__ __forceinline__ void mask_scores(float (&scores)[kSize], int relative, int left,
+                                            int right, int keys_left, float masked) {
+  const int low = -left - relative;
+  const int high = right - relative;
+#pragma unroll
+  for (int i = 0; i < kQueries / 2; ++i) {
+    const int key = sm90::fragment_row(0, i);
+    const int step = key - sm90::fragment_column(0, i);
+    if (step < low || step > high || key >= keys_left) scores[kFirst + i] = masked;
+  }
+}
+
+// A step of one consumer: one or two tiles of a column.
+template <int kTiles>
+struct Step {
+  int stage;  // of its first tile
+  int slot;   // of its item
+  int first_key;
+  int query_tiles[kTiles];  // within the head, with kOnlyTile
+  bool is_first;            // of its item
+  bool is_last;
+  bool is_full;  // has kTiles tiles
+};
+
+// All of one consumer's threads.
+template <typename Config, bool kIsSparse, typename Shared>
+__device__ __forceinline__ void consume(const BackwardParams& params, Shared& shared, int consumer,
+                                        int warp, int lane) {
+  using Element = typename Shared::Element;
+  constexpr BackwardConfig kConfig = Config::kConfig;
+  constexpr int kD = kConfig.head_dim;
+  constexpr int kBlocks = kConfig.column_blocks();
+  constexpr int kTiles = kConfig.tiles_at_once;
+  constexpr int kRows = kTiles * kQueries;  // of a step
+  constexpr bool kSharesTiles = kConfig.shares_tiles();
+  constexpr int kStep = sm90::kMmaDepth;
+  constexpr int kBothThreads = kConsumers * sm90::kWarpgroupThreads;
+  constexpr int kKeyBytes = kKeys * kD * sizeof(Element);
+  constexpr int kQueryBytes = kQueries * kD * sizeof(Element);
+  constexpr int kQueryBlockBytes = kQueries * sm90::kSwizzleBytes;
+  static_assert(kTiles == 1 || kBlocks == 1, "Then neighbouring stages are one operand");
+  const int thread = warp * sm90::kWarpSize + lane;
+
+  using ProductS = sm90::Wgmma<Element, kRows>;
+  using ProductK = sm90::Wgmma<Element, kD>;
+  using ProductQ = sm90::Wgmma<Element, kGradQueryColumns>;
+  float grad_key[kD / 2];
+  float grad_value[kD / 2];
+  float scores[kRows / 2];
+  float grad_probs[kRows / 2];
+  float grad_query[kGradQueryColumns / 2];
+  uint32_t probs[kRows / 4];  // two a word: the A operands of (3) and (6)
+  uint32_t grad_scores[kRows / 4];
+
+  // Operands by descriptor; "rows" are transposed, their depth runs along the rows.
+  constexpr int kHalfKeyBytes = sm90::kMmaRows * sm90::kSwizzleBytes;
+  constexpr uint32_t kKeyStep = kKeyBytes / sm90::kChunkBytes;
+  constexpr uint32_t kStageStep = kQueryBytes / sm90::kChunkBytes;
+  constexpr int kScoresBytes = kQueries * kKeys * sizeof(Element);
+  constexpr uint32_t kScoresStep = kScoresBytes / sm90::kChunkBytes;
+  constexpr uint32_t kTermsStep = kQueries * kRowTerms * sizeof(Element) / sm90::kChunkBytes;
+  const auto operand = [](const void* pointer, int offset_bytes, int leading_bytes) {
+    return sm90::descriptor_low(sm90::shared_address(pointer) + offset_bytes, leading_bytes);
+  };
+  const uint32_t key_operand = operand(shared.key, consumer * kHalfKeyBytes, 0);
+  const uint32_t value_operand = operand(shared.value, consumer * kHalfKeyBytes, 0);
+  const uint32_t query_operand = operand(shared.query, 0, 0);
+  const uint32_t grad_out_operand = operand(shared.grad_out, 0, 0);
+  const uint32_t query_rows = operand(shared.query, 0, kQueryBlockBytes);
+  const uint32_t grad_out_rows = operand(shared.grad_out, 0, kQueryBlockBytes);
+  const uint32_t scores_operand =
+      operand(shared.grad_scores, kSharesTiles ? consumer * kScoresBytes : 0, 0);
+  const uint32_t key_rows =
+      operand(shared.key, kSharesTiles ? 0 : consumer * kKeys * sm90::kSwizzleBytes, 0);
+  // Both halves of the depth read the same eight columns of row terms (leading offset 0); the
+  // second half meets zeros.
+  const uint32_t terms_operand = operand(shared.row_terms, 0, 0);
+  constexpr uint32_t kOnesHigh = sm90::core_descriptor_high(0);  // all rows are alike
+  constexpr uint32_t kTermsHigh = sm90::core_descriptor_high(sm90::kCoreBytes);
+  using TermsStep = sm90::CoreStep<Element, kOnesHigh, kTermsHigh>;
+  const uint32_t lse_ones = operand(shared.lse_ones, 0, 2 * sm90::kCoreBytes);
+  const uint32_t delta_ones = operand(shared.delta_ones, 0, sm90::kCoreBytes);
+
+  // Where this lane's rows of dS go: transposed, so a row is a query, 64 keys of this consumer.
+  const int lane_query = lane % 8 + 8 * (lane / 16);
+  const int lane_key = sm90::kMmaRows * consumer + sm90::kWarpRows * warp + 8 * (lane / 8 % 2);
+  const uint32_t grad_scores_address = sm90::shared_address(shared.grad_scores) +
+                                       sm90::swizzled_offset(kQueries, lane_query, lane_key);
+  const float masked = params.scale_log2 > 0.0f ? -INFINITY : INFINITY;
+
+  sm90::Ring<kConfig.query_stages / kTiles> stage;  // of the next step
+  sm90::Ring<kItemSlots> slot;                      // of the next item
+  int num_left = 0;                                 // tiles of the item that are not yet taken
+  int buffer = 0;                                   // of dS
+  uint32_t value_parity = 0;
+  uint32_t grad_query_parity = 1;
+  int stored_slot = -1;  // of the item whose dK and dV are on their way out
+  Step<kTiles> now;
+
+  // The last stores have read shared memory: what they were in is free.
+  const auto release_stored = [&] {
+    if (thread == 0) {
+      sm90::tma_store_wait_read();
+      shared.key_empty[stored_slot].arrive();
+    }
+    stored_slot = -1;
+  };
+
+  // Waits for the next step; false if there is none.
+  const auto take_step = [&] {
+    now.is_first = num_left == 0;
+    if (now.is_first) {
+      shared.key_full[slot.stage].wait(slot.parity);
+      num_left = sm90::warp_uniform(shared.item[slot.stage].num_live);
+      if (num_left == 0) return false;
+      now.slot = slot.stage;
+      now.first_key = sm90::warp_uniform(shared.item[slot.stage].key_tile) * kKeys;
+      slot.advance();
+      shared.value_full.wait(value_parity);
+      value_parity ^= 1;
+    }
+    now.stage = stage.stage * kTiles;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      shared.tile_full[now.stage + t].wait(stage.parity);
+    }
+    now.is_full = num_left >= kTiles;
+    now.is_last = num_left <= kTiles;
+    num_left = now.is_last ? 0 : num_left - kTiles;
+    stage.advance();
+    return true;
+  };
+
+  // (1)
+  const auto issue_scores = [&] {
+    const uint32_t a = key_operand + now.slot * kKeyStep;
+    const uint32_t b = query_operand + now.stage * kStageStep;
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kD / kStep; ++k) {
+      ProductS::template with_shared_a<false>(scores, a + sm90::step_along_columns(kKeys, k),
+                                              b + sm90::step_along_columns(kQueries, k), k > 0);
+    }
+    TermsStep::issue(scores, lse_ones, terms_operand + now.stage * kTermsStep);
+    sm90::wgmma_commit();
+  };
+
+  // (4)
+  const auto issue_grad_probs = [&] {
+    const uint32_t b = grad_out_operand + now.stage * kStageStep;
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kD / kStep; ++k) {
+      ProductS::template with_shared_a<false>(grad_probs,
+                                              value_operand + sm90::step_along_columns(kKeys, k),
+                                              b + sm90::step_along_columns(kQueries, k), k > 0);
+    }
+    TermsStep::issue(grad_probs, delta_ones, terms_operand + now.stage * kTermsStep);
+    sm90::wgmma_commit();
+  };
+
+  // (2)
+  const auto take_exponentials = [&] {
+    const int diagonal = static_cast<int>(params.mask.offset);
+    const int keys_left = static_cast<int>(params.mask.key_length) - now.first_key;
+    const auto mask_tile = [&]<int kTile>() {
+      const int first_query = (now.query_tiles[kTile] & ~kOnlyTile) * kQueries;
+      const int relative = now.first_key - first_query - diagonal;  // of the tile's first corner
+      const bool is_full = relative - (kQueries - 1) >= -params.mask_left &&
+                           relative + kKeys - 1 <= params.mask_right && keys_left >= kKeys;
+      const bool exists = kTile == 0 || now.is_full;
+      if (!is_full || !exists) {
+        const int key = consumer * sm90::kMmaRows + sm90::fragment_row(thread, 0);
+        const int query = sm90::fragment_column(thread, 0);
+        mask_scores<kTile * kQueries / 2>(scores, relative + key - query, params.mask_left,
+                                          params.mask_right, exists ? keys_left - key : 0, masked);
+      }
+    };
+    mask_tile.template operator()<0>();
+    if constexpr (kTiles > 1) mask_tile.template operator()<1>();
+#pragma unroll
+    for (int j = 0; j < kRows / 2; ++j) {
+      scores[j] = sm90::exp2_approx(scores[j] * params.scale_log2);
+    }
+  };
+
+  // (5), and dS to shared memory
+  const auto take_grad_scores = [&] {
+#pragma unroll
+    for (int k = 0; k < kRows / kStep; ++k) {
+#pragma unroll
+      for (int j = 8 * k; j < 8 * k + 8; ++j) grad_probs[j] *= scores[j];
+#pragma unroll
+      for (int j = 4 * k; j < 4 * k + 4; ++j) {
+        grad_scores[j] = sm90::pack<Element>(grad_probs[2 * j], grad_probs[2 * j + 1]);
+        probs[j] = sm90::pack<Element>(scores[2 * j], scores[2 * j + 1]);
+      }
+    }
+    if (stored_slot >= 0) {
+      // dV of the item before leaves through dS's place.
+      release_stored();
+      sm90::named_barrier_sync(kBothConsumers, kBothThreads);
+    }
+    constexpr int kStepsOfTile = kQueries / kStep;
+#pragma unroll
+    for (int k = 0; k < kRows / kStep; ++k) {
+      sm90::store_matrices_transposed(grad_scores_address +
+                                          (buffer * kTiles + k / kStepsOfTile) * kScoresBytes +
+                                          k % kStepsOfTile * kStep * sm90::kSwizzleBytes,
+                                      grad_scores[4 * k], grad_scores[4 * k + 1],
+                                      grad_scores[4 * k + 2], grad_scores[4 * k + 3]);
+    }
+  };
+
+  // (3), (7), (6)
+  const auto issue_gradients = [&] {
+    const uint32_t stage_step = now.stage * kStageStep;
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kRows / kStep; ++k) {
+      ProductK::template with_register_a<true>(
+          grad_value, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
+          grad_out_rows + stage_step + sm90::step_along_rows(k), k > 0 || !now.is_first);
+    }
+    sm90::wgmma_commit();
+
+    sm90::fence_async_proxy();
+    sm90::named_barrier_sync(kBothConsumers, kBothThreads);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kKeys / kStep; ++k) {
+      ProductQ::template with_shared_a<true>(
+          grad_query,
+          scores_operand + buffer * kTiles * kScoresStep + sm90::step_along_columns(kQueries, k),
+          key_rows + now.slot * kKeyStep + sm90::step_along_rows(k), k > 0);
+    }
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<1>();
+
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kRows / kStep; ++k) {
+      ProductK::template with_register_a<true>(grad_key, grad_scores[4 * k], grad_scores[4 * k + 1],
+                                               grad_scores[4 * k + 2], grad_scores[4 * k + 3],
+                                               query_rows + stage_step + sm90::step_along_rows(k),
+                                               k > 0 || !now.is_first);
+    }
+    sm90::wgmma_commit();
+    buffer ^= 1;
+  };
+
+  // Rows of an accumulator to shared memory, swizzled, in the caller's type.
+  const auto stage_rows = [&]<int kSize>(const float (&fragment)[kSize], float factor,
+                                         const void* to, int first_column) {
+    const uint32_t address = sm90::shared_address(to);
+    const int row = sm90::kWarpRows * warp + sm90::store_row(lane);
+#pragma unroll
+    for (int k = 0; k < kSize / 8; ++k) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        packed[j] = sm90::pack<Element>(fragment[8 * k + 2 * j] * factor,
+                                        fragment[8 * k + 2 * j + 1] * factor);
+      }
+      sm90::store_matrices(
+          address + sm90::swizzled_offset(sm90::kMmaRows, row,
+                                          first_column + 16 * k + sm90::store_column(lane)),
+          packed[0], packed[1], packed[2], packed[3]);
+    }
+  };
+
+  // dQ to its warp.
+  const auto hand_over_grad_query = [&] {
+    const int place = kSharesTiles ? consumer : 0;
+    if (place > 0 && !now.is_full) return;
+    const int query_tile =
+        kSharesTiles && consumer > 0 ? now.query_tiles[kTiles - 1] : now.query_tiles[0];
+    shared.grad_query_empty[place].wait(grad_query_parity);
+    grad_query_parity ^= 1;
+    if (kIsSparse && (query_tile & kOnlyTile) != 0) {
+      stage_rows(grad_query, params.grad_scale, shared.grad_query[place],
+                 kSharesTiles ? 0 : consumer * kGradQueryColumns);
+    } else {
+      float* const staging = shared.grad_query[consumer] + thread * 4;
+#pragma unroll
+      for (int j = 0; j < kGradQueryColumns / 8; ++j) {
+        *reinterpret_cast<float4*>(staging + j * 4 * sm90::kWarpgroupThreads) = make_float4(
+            grad_query[4 * j], grad_query[4 * j + 1], grad_query[4 * j + 2], grad_query[4 * j + 3]);
+      }
+    }
+    sm90::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) shared.grad_query_full[place].arrive();
+  };
+
+  // dK and dV of an item.
+  const auto store_item = [&](int item_slot, int first_key) {
+    const schedule_sm90::WorkItem& item = shared.item[item_slot];
+    if (item.part_slot >= 0) {
+      constexpr int kFragment = sm90::kMmaRows * kD;
+      float* const parts =
+          params.grad_parts +
+          (static_cast<int64_t>(item.part_slot) * 2 * kConsumers + consumer) * kFragment +
+          thread * 4;
+      const auto add = [&](const float (&fragment)[kD / 2], float* to) {
+#pragma unroll
+        for (int j = 0; j < kD / 8; ++j) {
+          sm90::add_float4(to + j * 4 * sm90::kWarpgroupThreads, fragment[4 * j],
+                           fragment[4 * j + 1], fragment[4 * j + 2], fragment[4 * j + 3]);
+        }
+      };
+      add(grad_value, parts);
+      add(grad_key, parts + kConsumers * kFragment);
+      __syncwarp();
+      if (lane == 0) shared.key_empty[item_slot].arrive();
+      return;
+    }
+    // The staging is free once both consumers are done with (7).
+    sm90::named_barrier_sync(kBothConsumers, kBothThreads);
+    Element* const value_rows = shared.grad_value(consumer);
+    Element* const key_rows_out = shared.grad_key(item_slot, consumer);
+    stage_rows(grad_value, 1.0f, value_rows, 0);
+    stage_rows(grad_key, params.grad_scale, key_rows_out, 0);
+    sm90::fence_async_proxy();
+    sm90::named_barrier_sync(kOneConsumer + consumer, sm90::kWarpgroupThreads);
+    if (thread == 0) {
+      constexpr int kRowsBlock = sm90::kMmaRows * sm90::kBlockColumns;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const auto store = [&](const CUtensorMap& map, const Element* from) {
+          sm90::tma_store(map, from + b * kRowsBlock, b * sm90::kBlockColumns,
+                          first_key + consumer * sm90::kMmaRows, item.key_head, item.batch,
+                          sm90::evict_first());
+        };
+        store(params.grad_value, value_rows);
+        store(params.grad_key, key_rows_out);
+      }
+      sm90::tma_store_commit();
+    } else if (lane == 0) {
+      shared.key_empty[item_slot].arrive();
+    }
+    stored_slot = item_slot;  // which thread 0 keeps
+  };
+
+  int ended_slot = -1;  // of an item whose dK and dV are still in registers
+  int ended_key = 0;
+#pragma unroll 1
+  while (take_step()) {
+    // Waited for already; but if ptxas does not see it here it waits again, after (4).
+    sm90::wgmma_wait<0>();
+    sm90::pin(grad_key);
+    sm90::pin(grad_value);
+    issue_scores();
+    issue_grad_probs();
+    // Read here: before (1) its first product would wait for what is not needed before (2).
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) now.query_tiles[t] = shared.query_tile[now.stage + t];
+    if (ended_slot >= 0) store_item(ended_slot, ended_key);  // beside (1) and (4)
+
+    sm90::wgmma_wait<1>();
+    sm90::pin(scores);
+    take_exponentials();
+
+    sm90::wgmma_wait<0>();
+    sm90::pin(grad_probs);
+    if (now.is_last && lane == 0) shared.value_empty.arrive();
+    take_grad_scores();
+    issue_gradients();
+
+    sm90::wgmma_wait<1>();
+    sm90::pin(grad_query);
+    hand_over_grad_query();  // beside (6)
+    sm90::wgmma_wait<0>();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) shared.tile_empty[now.stage + t].arrive();
+    }
+    ended_slot = now.is_last ? now.slot : -1;
+    ended_key = now.first_key;
+  }
+  sm90::pin(grad_key);
+  sm90::pin(grad_value);
+  if (ended_slot >= 0) store_item(ended_slot, ended_key);
+  if (stored_slot >= 0 && thread == 0) sm90::tma_store_wait_read();
+}
+
+}  // namespace backlite::backward_sm90
