@@ -28,6 +28,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import report
+from .arguments import (
+    device,
+    different,
+    make_folder,
+    positive,
+    probability,
+    read_checkpoint,
+    whole,
+)
 from .compare import compare_layer, record_calls
 from .log import Log
 from .model import LARGE, SHAPES, LanguageModel
@@ -50,10 +59,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "large": {"context": 8192, "batch": 4, "steps": 200, "learning_rate": 2e-3},
 }
 DEFAULTS["small"]["corpus"], DEFAULTS["large"]["corpus"] = CORPORA
+for _defaults in DEFAULTS.values():
+    _defaults |= {"negl_prob": [0.0, 0.05], "exact_steps": 20, "seed": 0}
 WARMUP_STEPS = 20  # of the learning rate
 VALIDATE_EVERY, VALIDATION_WINDOWS = 30, 12
 DENSITY_EVERY = 5
-# What a checkpoint must agree in with the command line that resumes it.
+# What a checkpoint keeps, and the command line that resumes it may not change.
 FIXED = ("size", "context", "batch", "steps", "learning_rate", "corpus", "seed", "exact_steps")
 
 
@@ -65,28 +76,38 @@ def learning_rate(peak: float, step: int, steps: int) -> float:
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def save(path: Path, args: argparse.Namespace, runs: list[Run], data: torch.Generator) -> None:
+def save(
+    path: Path, args: argparse.Namespace, text: Text, runs: list[Run], data: torch.Generator
+) -> None:
     """Under another name, then renamed: a checkpoint is there whole or not at all."""
     state: dict[str, Any] = {
         "settings": {name: getattr(args, name) for name in FIXED},
         "runs": {run.negl_prob: run.state_dict() for run in runs},
         "data": data.get_state(),  # which windows come next
+        "text": text.description,
         "random": torch.get_rng_state(),
     }
     if args.device.startswith("cuda"):
         state["random_cuda"] = torch.cuda.get_rng_state(args.device)
     partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        raise SystemExit(f"{path}: not written: {error}") from None
 
 
 def load(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Reads a checkpoint and takes its settings over into args."""
-    if not path.exists():
-        raise SystemExit(f"--resume: there is no {path}")
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    vars(args).update(state["settings"])
-    args.negl_prob = list(state["runs"])
+    state = read_checkpoint("--resume", path, ("settings", "runs", "data", "text", "random"))
+    for name, kept in {**state["settings"], "negl_prob": list(state["runs"])}.items():
+        given = getattr(args, name)
+        if given not in (None, kept):
+            raise SystemExit(
+                f"--{name.replace('_', '-')} {given}: {path} was begun with {kept}; accepted with "
+                "--resume is the same, or nothing; another --out begins anew"
+            )
+        setattr(args, name, kept)
     return state
 
 
@@ -138,7 +159,7 @@ def train(
                 if run.negl_prob:
                     log.add(step + 1, run.measure(batch[:1]))
         if (step + 1) % args.save_every == 0 or last:
-            save(args.out / "checkpoint.pt", args, runs, data)
+            save(args.out / "checkpoint.pt", args, text, runs, data)
         bar.set_postfix(
             {run.name: f"{run.history.train_loss[-1]:.3f}" for run in runs}
             | {"skipped": f"{1 - statistics.fmean(runs[-1].history.density[-1][1]):.0%}"}
@@ -165,67 +186,81 @@ def default_device() -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Those that a checkpoint keeps are None where they are not given."""
     parser = argparse.ArgumentParser(prog="python -m examples.train_lm", description=HELP)
     add = parser.add_argument
-    add("--negl-prob", type=float, nargs="+", default=[0.0, 0.05], metavar="P",
+    add("--negl-prob", type=probability, nargs="+", metavar="P",
         help="probability that the backward may leave out, one for each training; 0 is exact "
         "(default: 0 0.05)")  # fmt: skip
-    add("--exact-steps", type=int, default=20, help="exact ones at the start (%(default)s)")
+    add("--exact-steps", type=whole(0), help="exact ones at the start (default: 20)")
     add("--size", choices=SHAPES, help="of the model (default: large on a GPU)")
-    add("--context", type=int, help="bytes read (default: 2048, large 8192)")
-    add("--batch", type=int, help="sequences a step (default: 1, large 4)")
-    add("--steps", type=int, help="of each training (default: 300, large 200)")
-    add("--learning-rate", type=float, help="its peak (default: 0.003, large 0.002)")
+    add("--context", type=whole(1), help="bytes read (default: 2048, large 8192)")
+    add("--batch", type=whole(1), help="sequences a step (default: 1, large 4)")
+    add("--steps", type=whole(1), help="of each training (default: 300, large 200)")
+    add("--learning-rate", type=positive, help="its peak (default: 0.003, large 0.002)")
     add("--corpus", choices=CORPORA, help="text: Python's standard library (the default of small), "
         "or that and torch's sources (of large)")  # fmt: skip
-    add("--device", help="cpu or cuda (default: cuda where there are kernels)")
-    add("--seed", type=int, default=0, help="of weights and data (%(default)s)")
-    add("--save-every", type=int, default=100, help="steps from checkpoint to checkpoint")
+    add("--device", type=device, help="cpu or cuda (default: cuda where there are kernels)")
+    add("--seed", type=whole(0), help="of weights and data (default: 0)")
+    add("--save-every", type=whole(1), default=100, help="steps from checkpoint to checkpoint")
     add("--resume", action="store_true", help="go on at the checkpoint in --out, as it was begun")
     add("--out", type=Path, default=Path("demo"), help="folder (%(default)s)")
     args = parser.parse_args()
-    args.device = args.device or default_device()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: this torch sees no GPU")
+    different("--negl-prob", args.negl_prob or [])
+    return args
+
+
+def set_defaults(args: argparse.Namespace) -> None:
     args.size = args.size or ("large" if args.device.startswith("cuda") else "small")
     for name, value in DEFAULTS[args.size].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if min(args.steps, args.context, args.batch, args.save_every) < 1:
-        parser.error("need --steps, --context, --batch and --save-every of at least 1")
-    if any(not 0 <= p < 1 for p in args.negl_prob):
-        parser.error("need --negl-prob in [0, 1)")
-    return args
 
 
 def compare(args: argparse.Namespace, runs: dict[str, Run], validation: Tensor) -> None:
-    """Pictures and a table of an exact and a sparse training."""
-    from . import plots  # matplotlib, which training alone does not need
-
+    """A table and pictures of an exact and a sparse training."""
     negl_prob = runs["sparse"].negl_prob
     calls = record_calls(runs["sparse"].model, validation[:1])
     layers, tiles = zip(*(compare_layer(call, negl_prob) for call in calls), strict=True)
     histories = {name: run.history for name, run in runs.items()}
     result = report.Result(vars(args) | {"negl_prob": negl_prob}, histories, list(layers))
-    plots.draw_all(result, tiles, args.out)
     report.print_tables(result)
     report.write_json(
         args.out / "results.json", {"settings": report.settings(args), "layers": layers}
     )
+    try:
+        from . import plots
+    except ModuleNotFoundError as error:
+        print(f"No pictures: {error} (pip install matplotlib)")
+    else:
+        plots.draw_all(result, tiles, args.out)
 
 
 def main() -> None:
     args = parse_arguments()
     start = time.perf_counter()
-    state = load(args.out / "checkpoint.pt", args) if args.resume else None
-    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.out / "checkpoint.pt"
+    state = load(checkpoint, args) if args.resume else None
+    args.device = args.device or default_device()
+    set_defaults(args)
+    make_folder("--out", args.out)
     text = read(args.corpus)
+    if state is not None and state["text"] != text.description:
+        raise SystemExit(f"--resume: {checkpoint} was begun with another text: that of the Python "
+                         "and torch that trained it")  # fmt: skip
     validation = validation_windows(args, text)
-    runs = train(args, text, validation, state)
+    try:
+        runs = train(args, text, validation, state)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. With {checkpoint}, --resume --out {args.out} goes on"
+              if checkpoint.exists() else "\nInterrupted before the first checkpoint")  # fmt: skip
+        raise SystemExit(130) from None
     for run in runs:
         path = args.out / f"{run.name}_seed_{args.seed}.json"
         settings = report.settings(args) | {"negl_prob": run.negl_prob}
-        report.write_json(path, {"settings": settings, "text": text.describe(), "run": run.history})
+        report.write_json(
+            path, {"settings": settings, "text": text.description, "run": run.history}
+        )
     pair = {"sparse" if run.negl_prob else "exact": run for run in runs}
     if len(runs) == len(pair) == 2:
         compare(args, pair, validation)

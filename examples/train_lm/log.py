@@ -10,13 +10,14 @@ class Log:
     """One training's curves. Without tensorboard it keeps nothing: the JSON has all of it."""
 
     def __init__(self, folder: Path, done: int) -> None:
-        """done: steps of a training that goes on; what was logged after them is dropped."""
+        """done: steps so far; what the folder holds of later ones, or of another training, is
+        dropped."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError:
             self._writer = None
         else:
-            self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+            self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is not None:

@@ -11,6 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from back_lite import BackLite
 from torch import Tensor, nn
 
+from .arguments import read_checkpoint
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -91,9 +93,11 @@ def load_trained(
     checkpoint: Path, negl_prob: float, device: str
 ) -> tuple[LanguageModel, dict[str, Any]]:
     """The model of one training of a checkpoint, and the settings of all of them."""
-    state = torch.load(checkpoint, weights_only=True, map_location=device)
+    state = read_checkpoint("--checkpoint", checkpoint, ("settings", "runs"))
     if negl_prob not in state["runs"]:
-        raise SystemExit(f"{checkpoint} has no training with {negl_prob}: {list(state['runs'])}")
+        raise SystemExit(
+            f"--run: {checkpoint} has no training with {negl_prob}: {list(state['runs'])}"
+        )
     model = LanguageModel(0.0, SHAPES[state["settings"]["size"]]).to(device)
     model.load_state_dict(state["runs"][negl_prob]["model"])
     return model, state["settings"]

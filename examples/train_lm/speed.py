@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.timing import alternate, median_ratio
 
+from .arguments import device, different, make_folder, probability, whole
 from .model import LanguageModel, load_trained
 from .report import write_json
 from .text import read, windows
@@ -93,16 +94,21 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train_lm.speed", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/checkpoint.pt"))
-    parser.add_argument("--run", type=float, default=0.0, help="its negl_prob (%(default)s)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--values", type=float, nargs="+", default=[0.01, 0.05, 0.1, 0.2])
-    parser.add_argument("--rounds", type=int, default=20, help="fewer beyond 32768 tokens")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--run", type=probability, default=0.0, help="its negl_prob (%(default)s)")
+    parser.add_argument("--contexts", type=whole(1), nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--values", type=probability, nargs="+", default=[0.01, 0.05, 0.1, 0.2])
+    parser.add_argument("--rounds", type=whole(1), default=20, help="fewer beyond 32768 tokens")
+    parser.add_argument(
+        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/speed.json"))
     args = parser.parse_args()
+    different("--values", args.values)
+    make_folder("--out", args.out.parent)
     model, settings = load_trained(args.checkpoint, args.run, args.device)
     text = read(settings["corpus"]).validation
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if max(args.contexts) >= len(text):
+        parser.error(f"--contexts {max(args.contexts)}: at most {len(text) - 1} bytes")
     found = []
     for context in tqdm(args.contexts, "contexts"):
         sequences = max(TOKENS // context, 1)

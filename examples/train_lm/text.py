@@ -21,7 +21,8 @@ class Text:
     train: Tensor  # uint8 [bytes]
     validation: Tensor  # uint8 [bytes]
 
-    def describe(self) -> dict[str, object]:
+    @functools.cached_property
+    def description(self) -> dict[str, object]:
         """Two machines trained on the same text if this is the same."""
         digest = hashlib.sha256(self.train.numpy().tobytes())
         digest.update(self.validation.numpy().tobytes())

