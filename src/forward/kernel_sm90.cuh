@@ -18,7 +18,9 @@
 
 #include "common/mask.h"
 #include "forward/config_sm90.h"
+#include "forward/item_sm90.cuh"
 #include "forward/params_sm90.h"
+#include "forward/shared_sm90.cuh"
 #include "forward/softmax_sm90.cuh"
 #include "forward/tile_stats_sm90.cuh"
 #include "sm90/barrier.cuh"
@@ -28,62 +30,6 @@
 #include "sm90/wgmma.cuh"
 
 namespace backlite::forward_sm90 {
-
-inline constexpr int kQuerySlots = 2;
-
-// Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
-inline constexpr int kMaxConsumers = 3;
-enum NamedBarrier : int {
-  kTurn = 1,                           // + consumer: it may issue its products
-  kWarpgroup = kTurn + kMaxConsumers,  // + consumer: its 128 threads meet
-  kNumNamedBarriers = kWarpgroup + kMaxConsumers
-};
-static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
-
-template <typename Config, typename Element>
-struct alignas(sm90::kTileAlignment) SharedMemory {
-  static constexpr ForwardConfig kConfig = Config::kConfig;
-  // The rows of one consumer. The finished O leaves through the place of its own Q.
-  Element query[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows * kConfig.head_dim];
-  Element key[kConfig.key_stages][kConfig.block_keys * kConfig.head_dim];
-  Element value[kConfig.value_stages][kConfig.block_keys * kConfig.head_dim];
-  float inverse_sums[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows];  // 1 / l, 0 without keys
-  WorkItem item[kQuerySlots];                                              // travels with Q
-  sm90::Barrier query_full[kQuerySlots], query_empty[kQuerySlots];
-  sm90::Barrier key_full[kConfig.key_stages], key_empty[kConfig.key_stages];
-  sm90::Barrier value_full[kConfig.value_stages], value_empty[kConfig.value_stages];
-  sm90::Barrier sums_full[kQuerySlots][kConfig.num_consumers];
-};
-
-struct TileRange {
-  int begin;
-  int end;
-};
-
-// Key tiles of which some row of the item's block sees a key.
-template <typename Config>
-__device__ __forceinline__ TileRange tiles_of_block(const Mask& mask, int block) {
-  constexpr ForwardConfig kConfig = Config::kConfig;
-  const int64_t begin = static_cast<int64_t>(block) * kConfig.block_rows();
-  const int64_t end = begin + kConfig.block_rows();
-  const Range keys = mask.keys_of_rows(begin, end < mask.query_length ? end : mask.query_length);
-  if (keys.empty()) return {0, 0};
-  return {static_cast<int>(keys.begin / kConfig.block_keys),
-          static_cast<int>(ceil_div(keys.end, kConfig.block_keys))};
-}
-
-// Key tiles of which each of the 64 rows sees every key, and which have all their keys.
-template <typename Config>
-__device__ __forceinline__ TileRange unmasked_tiles(const Mask& mask, int row_begin) {
-  constexpr ForwardConfig kConfig = Config::kConfig;
-  const int64_t row_end = row_begin + sm90::kMmaRows;
-  const int64_t last_row = (row_end < mask.query_length ? row_end : mask.query_length) - 1;
-  const int64_t first_key = last_row + mask.offset - mask.left;
-  const int64_t end_key = row_begin + mask.offset + mask.right + 1;
-  const int64_t end = end_key < mask.key_length ? end_key : mask.key_length;
-  return {first_key <= 0 ? 0 : static_cast<int>(ceil_div(first_key, kConfig.block_keys)),
-          end <= 0 ? 0 : static_cast<int>(end / kConfig.block_keys)};
-}
 
 template <typename Config, typename Element, bool kRecord>
 __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
@@ -168,12 +114,15 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       int index = blockIdx.x;
       while (index < params.order.num_items) {
         const WorkItem item = params.order.item(index);
-        const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
+        const int first_row = item.block * kConfig.block_rows();
+        const TileRange tiles =
+            tiles_of_rows<Config>(params.mask, first_row, first_row + kConfig.block_rows());
         // Asked for early: the answer takes about a microsecond and is needed at the item's end.
         index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
 
         shared.query_empty[slot.stage].wait(slot.parity ^ 1);
         shared.item[slot.stage] = item;
+        shared.tiles[slot.stage] = tiles;
         shared.query_full[slot.stage].arrive_and_expect(kQueryBytes);
 #pragma unroll
         for (int c = 0; c < kConsumers; ++c) {
@@ -181,8 +130,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           for (int b = 0; b < kColumnBlocks; ++b) {
             sm90::tma_load(shared.query[slot.stage][c] + b * kQueryBlockElements, params.query,
                            shared.query_full[slot.stage], b * sm90::kBlockColumns,
-                           item.block * kConfig.block_rows() + c * sm90::kMmaRows, item.head,
-                           item.batch);
+                           first_row + c * sm90::kMmaRows, item.head, item.batch);
           }
         }
         slot.advance();
@@ -209,10 +157,12 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           shared.query_full[slot.stage].wait(slot.parity);
           const WorkItem item = shared.item[slot.stage];
           if (item.block < 0) break;
-          const TileRange tiles = tiles_of_block<Config>(params.mask, item.block);
-          const int query_tile = item.block * kConsumers + consumer;
+          const int row_begin = item.block * kConfig.block_rows() + consumer * sm90::kMmaRows;
+          const TileRange tiles =
+              tiles_of_rows<Config>(params.mask, row_begin, row_begin + sm90::kMmaRows);
+          const int query_tile = row_begin / sm90::kMmaRows;
           shared.sums_full[slot.stage][consumer].wait(slot.parity);
-          if (query_tile < params.num_query_tiles) {
+          if (row_begin >= 0 && query_tile < params.num_query_tiles) {
             const int64_t batch_head =
                 static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
             reduce_tile_stats(
@@ -256,8 +206,10 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       shared.query_full[slot.stage].wait(slot.parity);
       const int block = shared.item[slot.stage].block;
       if (block < 0) break;
-      const TileRange tiles = tiles_of_block<Config>(params.mask, block);
       const int row_begin = block * kConfig.block_rows() + consumer * sm90::kMmaRows;
+      // Of the block's tiles those that this consumer's rows see.
+      TileRange own = tiles_of_rows<Config>(params.mask, row_begin, row_begin + sm90::kMmaRows);
+      if (own.begin >= own.end) own.begin = own.end = shared.tiles[slot.stage].end;
       TileRange unmasked = unmasked_tiles<Config>(params.mask, row_begin);
       if (params.score_sign < 0.0f) unmasked.end = 0;
 
@@ -325,8 +277,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
             recompute_scores<kD, kKeys>(scores, query, shared.key[key_stage.stage], thread);
           }
           if (is_retry || is_masked) {
-            mask_scores<kKeys>(scores, params.mask, row_begin, n * kKeys, params.score_sign,
-                               thread);
+            mask_scores<kKeys>(scores, RowKeys(params.mask, row_begin), n * kKeys,
+                               params.score_sign, thread);
           }
           if (kFirst || is_retry || !rows.has_begun) raise_references(scores, rows, scale_log2);
           mass[0] = mass[1] = 0.0f;
@@ -359,7 +311,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         rows.sum[1] += mass[1];
         if constexpr (kRecord) {
           if (rows.has_grown) {
-            rescale_row_masses(row_masses, tiles.end - 1 - n, rows.alpha, lane);
+            rescale_row_masses(row_masses, own.end - 1 - n, rows.alpha, lane);
           }
           mass_pair = sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
         }
@@ -374,27 +326,93 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         }
       };
 
-      if (tiles.begin < tiles.end) {
+      // (5), first part: what does not need O, and so runs beside the last product
+      float inverse[2];
+      const auto finish_rows = [&] {
+        const WorkItem item = shared.item[slot.stage];
+        constexpr float kLn2 = 0.693147180559945f;
+        const int64_t batch_head =
+            static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum = rows.sum[half];
+          sum += __shfl_xor_sync(kAllLanes, sum, 1);
+          sum += __shfl_xor_sync(kAllLanes, sum, 2);
+          const bool has_keys = rows.reference[half] != kMinusInf;
+          inverse[half] = has_keys ? 1.0f / sum : 0.0f;
+          const int row_in_tile = sm90::fragment_row(thread, 2 * half);
+          if (lane % 4 == 0) {
+            const int row = row_begin + row_in_tile;
+            const bool exists = row < params.mask.query_length;
+            if (exists) {
+              params.lse[batch_head * params.mask.query_length + row] =
+                  has_keys ? (rows.reference[half] + log2f(sum)) * kLn2 : kMinusInf;
+            }
+            if constexpr (kRecord) {
+              shared.inverse_sums[slot.stage][consumer][row_in_tile] =
+                  exists ? inverse[half] : 0.0f;
+            }
+          }
+        }
+        if constexpr (kRecord) {  // each lane that wrote sums or row masses says so itself
+          if (lane % 4 == 0) shared.sums_full[slot.stage][consumer].arrive();
+        }
+
+        // Every warp has finished reading Q before any of them writes over it.
+        sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+      };
+
+      // Every consumer takes its turn at every tile of the block but the first, whether it has
+      // products to issue or not.
+      const auto take_turn = [&](int n) {
+        if (n + 1 < shared.tiles[slot.stage].end) sm90::named_barrier_sync(my_turn, kTurnThreads);
+      };
+      const auto pass_turn = [&](int n) {
+        if (n + 1 < shared.tiles[slot.stage].end) {
+          sm90::named_barrier_arrive(next_turn, kTurnThreads);
+        }
+      };
+      const auto skip_key = [&] {
         shared.key_full[key_stage.stage].wait(key_stage.parity);
+        release(shared.key_empty, key_stage);
+      };
+      const auto skip_value = [&] {
+        shared.value_full[value_stage.stage].wait(value_stage.parity);
+        release(shared.value_empty, value_stage);
+      };
+      const bool has_tiles = own.begin < own.end;
+
+      if (has_tiles) {
+        for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) {
+          take_turn(n);
+          pass_turn(n);
+          skip_key();
+        }
+        shared.key_full[key_stage.stage].wait(key_stage.parity);
+        take_turn(own.end - 1);
         sm90::wgmma_fence();
         issue_scores();
+        pass_turn(own.end - 1);
         release_query();
+        for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) skip_value();
         sm90::wgmma_wait<0>();
         sm90::pin(scores);
-        softmax(tiles.end - 1, std::true_type{});
+        softmax(own.end - 1, std::true_type{});
 
+        bool has_out = false;
 #pragma unroll 1
-        for (int n = tiles.end - 2; n >= tiles.begin; --n) {
+        for (int n = own.end - 2; n >= own.begin; --n) {
           shared.key_full[key_stage.stage].wait(key_stage.parity);
           sm90::named_barrier_sync(my_turn, kTurnThreads);
           sm90::wgmma_fence();
           issue_scores();
           shared.value_full[value_stage.stage].wait(value_stage.parity);
           sm90::wgmma_fence();
-          issue_out(n + 2 < tiles.end);
+          issue_out(has_out);
+          has_out = true;
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
           if constexpr (kRecord) {
-            store_row_masses(row_masses + (tiles.end - 2 - n) * kMassWords, mass_pair, lane);
+            store_row_masses(row_masses + (own.end - 2 - n) * kMassWords, mass_pair, lane);
           }
           sm90::wgmma_wait<1>();
           sm90::pin(scores);
@@ -402,53 +420,31 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         }
 
         shared.value_full[value_stage.stage].wait(value_stage.parity);
+        const bool has_tail = shared.tiles[slot.stage].begin < own.begin;
+        if (has_tail) sm90::named_barrier_sync(my_turn, kTurnThreads);
         sm90::wgmma_fence();
-        issue_out(tiles.begin + 1 < tiles.end);
-        if constexpr (kRecord) {
-          store_row_masses(row_masses + (tiles.end - 1 - tiles.begin) * kMassWords, mass_pair,
-                           lane);
+        issue_out(has_out);
+        if (has_tail) {
+          sm90::named_barrier_arrive(next_turn, kTurnThreads);
+          skip_key();
         }
+        if constexpr (kRecord) {
+          store_row_masses(row_masses + (own.end - 1 - own.begin) * kMassWords, mass_pair, lane);
+        }
+        finish_rows();
         sm90::wgmma_wait<0>();
         sm90::pin(out);
         release(shared.value_empty, value_stage);
       } else {
         release_query();
+        finish_rows();
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) out[i] = 0.0f;
       }
 
-      // (5)
-      constexpr float kLn2 = 0.693147180559945f;
-      float inverse[2];
+      // (5), second part: O
       const WorkItem item = shared.item[slot.stage];
-      const int64_t batch_head =
-          static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = rows.sum[half];
-        sum += __shfl_xor_sync(kAllLanes, sum, 1);
-        sum += __shfl_xor_sync(kAllLanes, sum, 2);
-        const bool has_keys = rows.reference[half] != kMinusInf;
-        inverse[half] = has_keys ? 1.0f / sum : 0.0f;
-        const int row_in_tile = sm90::fragment_row(thread, 2 * half);
-        const int row = row_begin + row_in_tile;
-        if (lane % 4 == 0) {
-          const bool exists = row < params.mask.query_length;
-          if (exists) {
-            params.lse[batch_head * params.mask.query_length + row] =
-                has_keys ? (rows.reference[half] + log2f(sum)) * kLn2 : kMinusInf;
-          }
-          if constexpr (kRecord) {
-            shared.inverse_sums[slot.stage][consumer][row_in_tile] = exists ? inverse[half] : 0.0f;
-          }
-        }
-      }
-      if constexpr (kRecord) {  // each lane that wrote sums or row masses says so itself
-        if (lane % 4 == 0) shared.sums_full[slot.stage][consumer].arrive();
-      }
-
-      // Every warp has finished reading Q before any of them writes over it.
-      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+      const int tiles_begin = shared.tiles[slot.stage].begin;
 #pragma unroll
       for (int k = 0; k < kD / 16; ++k) {
         uint32_t packed[4];
@@ -473,6 +469,17 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         }
         sm90::tma_store_commit();
         has_stored = true;
+      }
+      int n = own.begin - 1;
+      if (has_tiles && n >= tiles_begin) {
+        skip_value();
+        --n;
+      }
+      for (; n >= tiles_begin; --n) {
+        skip_key();
+        take_turn(n);
+        pass_turn(n);
+        skip_value();
       }
     }
     if (has_stored) sm90::tma_store_wait_read();

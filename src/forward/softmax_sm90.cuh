@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cuda/std/limits>
 
-#include "common/mask.h"
+#include "forward/item_sm90.cuh"
 #include "sm90/layout.h"
 #include "sm90/math.cuh"
 #include "sm90/mma.cuh"
@@ -43,33 +43,42 @@ struct Rows {
   bool has_begun = false;                       // all rows of the warp have a reference
 };
 
-// Entries that the mask hides become minus infinity. A thread's 32 elements of a row are bits of a
+// Entries that the mask hides become minus infinity. A thread's elements of a row are bits of a
 // word, cut at the row's two bounds: one select an element is left, on predicates that are set by
-// the eight.
+// the eight, and only in those parts of 32 keys where the warp needs it.
 template <int kKeys>
-__device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Mask& mask,
-                                            int row_begin, int key_begin, float sign, int thread) {
+__device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const RowKeys& keys,
+                                            int key_begin, float sign, int thread) {
   static_assert(kKeys == 128, "A thread's elements of a row are the bits of a word");
   if (sign < 0.0f) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) scores[i] = -scores[i];
   }
-  const int first_column = sm90::fragment_column(thread, 0);
+  const int first_column = key_begin + sm90::fragment_column(thread, 0);
+  uint32_t visible[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Range keys = mask.keys_of_row(row_begin + sm90::fragment_row(thread, 2 * half));
+    const int row = sm90::fragment_row(thread, 2 * half);
     // Bits of the elements before a key: of every eight columns the thread holds two.
-    const auto before = [&](int64_t key) {
-      const int64_t column = key - key_begin - first_column;
-      const int columns = static_cast<int>(column < 0 ? 0 : column > kKeys ? kKeys : column);
-      const int count = columns / 8 * 2 + (columns % 8 < 2 ? columns % 8 : 2);
-      return count < 32 ? (1u << count) - 1 : ~0u;
+    const auto before = [&](int key) {
+      const int columns = min(max(key - first_column, 0), kKeys);
+      return __funnelshift_lc(~0u, 0, columns / 8 * 2 + min(columns % 8, 2));
     };
-    const uint32_t visible = before(keys.end) & ~before(keys.begin);
+    visible[half] = before(min(keys.end + row, keys.length)) & ~before(keys.first + row);
+  }
+  const uint32_t seen_by_all = __reduce_and_sync(kAllLanes, visible[0] & visible[1]);
+  constexpr int kPartBits = 8;
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) {
-      const int element = 4 * (i / 2) + 2 * half + i % 2;
-      if ((visible & 1u << i) == 0) scores[element] = kMinusInf;
+  for (int begin = 0; begin < kKeys / 4; begin += kPartBits) {
+    const uint32_t part = 0xffu << begin;
+    if ((seen_by_all & part) == part) continue;
+#pragma unroll
+    for (int i = begin; i < begin + kPartBits; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int element = 4 * (i / 2) + 2 * half + i % 2;
+        if ((visible[half] & 1u << i) == 0) scores[element] = kMinusInf;
+      }
     }
   }
 }
