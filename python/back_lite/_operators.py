@@ -280,10 +280,14 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    if size == 0:  # one stands for what none would return
+        return tensor.new_zeros(tensor.shape[1:])
     return tensor.flatten(0, 1)
 
 
 def _unfold(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    if size == 0:
+        return [tensor.new_empty(0, *tensor.shape) for tensor in tensors]
     return [tensor.reshape(size, tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
 
 
@@ -291,22 +295,23 @@ def _vmap(
     operator: Callable[..., Any], num_folded: int, info: Any, in_dims: Any, *arguments: Any
 ) -> tuple[list[Tensor], list[int]]:
     if any(dim is not None for dim in in_dims[num_folded:]):
-        raise NotImplementedError("back_lite: vmap over negl_prob; accepted is one for all calls")
+        raise NotImplementedError("negl_prob is mapped over: accepted is one for all calls")
     size = info.batch_size
     folded = (_fold(arguments[i], in_dims[i], size) for i in range(num_folded))
     results = _unfold(operator(*folded, *arguments[num_folded:]), size)
     return results, [0] * len(results)
 
 
+def _vmap_select(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
+    (bits,), _ = _vmap(lambda *folded: [select(*folded)], 1, info, in_dims, *arguments)
+    return bits, 0
+
+
 if hasattr(torch.library, "register_vmap"):  # torch 2.5
     torch.library.register_vmap(
         "back_lite::attention", functools.partial(_vmap, attention, 3), lib=_registry
     )
-    torch.library.register_vmap(
-        "back_lite::select",
-        functools.partial(_vmap, lambda *arguments: [select(*arguments)], 1),
-        lib=_registry,
-    )
+    torch.library.register_vmap("back_lite::select", _vmap_select, lib=_registry)
     torch.library.register_vmap(
         "back_lite::backward", functools.partial(_vmap, backward, 8), lib=_registry
     )

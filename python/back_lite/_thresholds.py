@@ -30,6 +30,7 @@ def parse(negl_prob: float | Sequence[float] | Tensor) -> Thresholds:
 
     Raises:
         TypeError: not a number, a sequence of numbers or a tensor of them.
+        NotImplementedError: a transform of torch.func maps over it.
         ValueError: a threshold outside [0, 1), NaN, or more of them than a table holds.
     """
     if isinstance(negl_prob, Real):
@@ -37,6 +38,8 @@ def parse(negl_prob: float | Sequence[float] | Tensor) -> Thresholds:
     if isinstance(negl_prob, Tensor):
         if negl_prob.is_meta:
             raise ValueError(f"negl_prob.device = meta: {_ACCEPTED}")
+        if torch._C._functorch.is_batchedtensor(negl_prob):
+            raise NotImplementedError("negl_prob is mapped over: accepted is one for all calls")
         if negl_prob.dim() > 1:
             raise ValueError(f"negl_prob.shape = {tuple(negl_prob.shape)}: {_ACCEPTED}")
         if negl_prob.dim() == 0:

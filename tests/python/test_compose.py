@@ -316,6 +316,41 @@ def test_row44_vmap(negl_prob: float, device: str) -> None:
             torch.testing.assert_close(a[i], b)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch before 2.5 has no rules for vmap"
+)
+def test_row44_vmap_of_the_stages(device: str) -> None:
+    q, k, v = CASE.inputs(device)[:3]
+
+    def gradient(q: Tensor) -> tuple[Tensor, ...]:
+        out, lse, stats = ops.forward(q, k, v, causal=True, record=True)
+        bits = ops.select(stats, 0.3, **CASE.lengths, causal=True)
+        return bits, *ops.backward(out, q, k, v, out, lse, bits, causal=True)
+
+    mapped = torch.func.vmap(gradient)(torch.stack([q, 2.0 * q]))
+    for a, b in zip(mapped, gradient(2.0 * q), strict=True):
+        assert torch.equal(a[1], b)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch before 2.5 has no rules for vmap"
+)
+@pytest.mark.parametrize("sizes", [(0, 1), (3, 0)], ids=str)
+def test_row44_vmap_over_nothing(sizes: tuple[int, int], device: str) -> None:
+    _, *shape = CASE.inputs(device)[0].shape
+    queries = torch.empty(*sizes, *shape, device=device)
+    k, v = (t[: sizes[1]] for t in CASE.inputs(device)[1:3])
+    gradient = torch.func.grad(lambda q: attention(q, k, v, 0.3, causal=True).sum())
+    assert torch.func.vmap(lambda q: attention(q, k, v))(queries).shape == queries.shape
+    assert torch.func.vmap(gradient)(queries).shape == queries.shape
+
+
+def test_row44_vmap_over_thresholds_is_refused(device: str) -> None:
+    q, k, v = CASE.inputs(device)[:3]
+    with pytest.raises(NotImplementedError, match="negl_prob is mapped over"):
+        torch.func.vmap(lambda p: attention(q, k, v, p))(torch.tensor([0.1, 0.2], device=device))
+
+
 def test_row44_forward_mode_is_refused(device: str) -> None:
     tensors = CASE.inputs(device)[:3]
     with pytest.raises((NotImplementedError, RuntimeError), match=r"forward-mode|forward AD|jvp"):
