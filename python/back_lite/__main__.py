@@ -97,7 +97,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if interrupted:
         print(f"Interrupted: {args.out} is of the batches so far; the same command goes on")
         return 130
-    partial.unlink()
+    partial.unlink(missing_ok=True)  # another process may have worked on it
     print(f"Wrote {args.out}; back_lite.load_calibration(model, {str(args.out)!r}) applies it")
     return 0
 

@@ -37,7 +37,7 @@ from .tiles import mask_tiles, unpack_tiles
 VALUES = tuple(min(0.5, float(f"{10 ** (i / 10 - 3):.3g}")) for i in range(28))
 
 PARTIAL_SCHEMA = "back_lite.calibration.partial"
-PARTIAL_VERSION = 2
+PARTIAL_VERSION = 3
 # Two models of equal layers but other weights differ by more; float64 sums of the same by less.
 _SAME_WEIGHTS = 1e-9
 # A map with more tiles would be a large part of the file, and unreadable as a picture.
@@ -50,6 +50,7 @@ class LayerMeasurement:
 
     sums: GradientComparison
     calls: int
+    batches: int  # in which there were calls
     #: sums over batches of e * e, e * d and d * d, float64 ``(3, V, H + 2 Hk)``, where e is a
     #: batch's sum of squares of the exact gradient and d that of the difference
     moments: Tensor
@@ -59,30 +60,36 @@ class LayerMeasurement:
         """Return the measurement of one batch."""
         d = sums.difference
         e = sums.exact.expand_as(d)
-        return LayerMeasurement(sums, calls, torch.stack([e * e, e * d, d * d]))
+        return LayerMeasurement(sums, calls, 1, torch.stack([e * e, e * d, d * d]))
 
     def __add__(self, other: LayerMeasurement) -> LayerMeasurement:
         """Both batches together."""
         return LayerMeasurement(
-            self.sums + other.sums, self.calls + other.calls, self.moments + other.moments
+            self.sums + other.sums,
+            self.calls + other.calls,
+            self.batches + other.batches,
+            self.moments + other.moments,
         )
 
-    def bound(self, margin: float, num_batches: int) -> Tensor:
+    def bound(self, margin: float) -> Tensor:
         """Error of each query head with ``margin`` standard errors on top, float64 ``(V, H)``.
 
-        The squared error is a ratio of sums over batches, R = sum d / sum e; its variance, to first
-        order, is n / (n - 1) sum (d - R e)^2 / (sum e)^2. The spread of one batch is unknown, and
-        then there is no margin.
+        The squared error is a ratio of sums over n batches, R = sum d / sum e; its variance, to
+        first order, is n / (n - 1) sum (d - R e)^2 / (sum e)^2. The spread of one batch is unknown,
+        and then there is no margin. NaN where no gradient arrived: nothing was learned there.
         """
-        if num_batches < 2:
-            return self.sums.error
-        ratio = self.sums.difference / self.sums.exact
-        ee, ed, dd = self.moments
-        residual = (dd - 2.0 * ratio * ed + ratio.square() * ee).clamp(min=0.0)
-        variance = num_batches / (num_batches - 1) * residual / self.sums.exact.square()
-        error = ratio.sqrt()
-        with_margin = error + margin * variance.sqrt() / (2.0 * error)
-        return self.sums.split(torch.where(self.sums.difference == 0, 0.0, with_margin)).worst()
+        with_margin = self.sums.error
+        if self.batches > 1:
+            ratio = self.sums.difference / self.sums.exact
+            ee, ed, dd = self.moments
+            residual = (dd - 2.0 * ratio * ed + ratio.square() * ee).clamp(min=0.0)
+            variance = self.batches / (self.batches - 1) * residual / self.sums.exact.square()
+            error = ratio.sqrt()
+            error = error + margin * variance.sqrt() / (2.0 * error)
+            with_margin = self.sums.split(
+                torch.where(self.sums.difference == 0, 0.0, error)
+            ).worst()
+        return torch.where(self.sums.has_gradient, with_margin, math.nan)
 
 
 @dataclass
@@ -99,8 +106,13 @@ class Measurement:
 
     def add(self, found: Mapping[str, LayerMeasurement]) -> None:
         """Add a batch."""
-        added = {name: self.layers[name] + f for name, f in found.items() if name in self.layers}
-        self.layers |= {**found, **added}
+        added = dict(found)
+        for name in found.keys() & self.layers.keys():
+            try:
+                added[name] = self.layers[name] + found[name]
+            except ValueError as error:
+                raise ValueError(f"layer {name!r}: {error}") from error
+        self.layers |= added
         self.batches += 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -109,6 +121,7 @@ class Measurement:
             name: {
                 "num_heads": layer.sums.num_heads,
                 "calls": layer.calls,
+                "batches": layer.batches,
                 "moments": layer.moments.tolist(),
                 "allowed": layer.sums.allowed,
                 **{field: getattr(layer.sums, field).tolist() for field in _SUMS},
@@ -147,10 +160,46 @@ class Measurement:
                     tuple(new.values), record["num_heads"], allowed=record["allowed"], **sums
                 )
                 moments = torch.tensor(record["moments"], dtype=torch.float64, device="cpu")
-                new.layers[name] = LayerMeasurement(compared, record["calls"], moments)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+                layer = LayerMeasurement(compared, record["calls"], record["batches"], moments)
+                new.layers[name] = layer
+            new._check()
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{os.fspath(path)}: damaged: {error!s}") from error
         return new
+
+    def _check(self) -> None:
+        """Check what a file held.
+
+        Raises:
+            TypeError, ValueError: something does not fit the rest.
+        """
+        counts = {"batches": self.batches}
+        for name, layer in self.layers.items():
+            sums, rows = layer.sums, len(layer.sums.exact)
+            by_value = len(self.values), rows
+            shapes = {
+                "exact": (sums.exact, (rows,)),
+                "moments": (layer.moments, (3, *by_value)),
+                "live": (sums.live, (len(self.values), sums.num_heads)),
+                "seconds": (sums.seconds, (1 + len(self.values),)),
+                **{
+                    each: (getattr(sums, each), by_value)
+                    for each in ("sparse", "dot", "difference")
+                },
+            }
+            for what, (given, shape) in shapes.items():
+                if given.shape != shape:
+                    raise ValueError(f"{name}: {what} is {tuple(given.shape)}, not {shape}")
+            if (
+                name not in self.names
+                or sums.num_key_heads < 1
+                or sums.num_heads % sums.num_key_heads
+            ):
+                raise ValueError(f"{name}: no layer of {self.names}, or of wrong head counts")
+            counts |= {f"{name}: calls": layer.calls, f"{name}: batches": layer.batches}
+        for what, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{what} = {count!r}: accepted are whole numbers from 1")
 
     def check_continues(self, other: Measurement, path: str | os.PathLike[str]) -> None:
         """Check that this, read from ``path``, was begun with the model and values of ``other``.
@@ -162,8 +211,7 @@ class Measurement:
             mine, accepted = getattr(self, what), getattr(other, what)
             if mine != accepted:
                 raise ValueError(f"{os.fspath(path)}: {what} = {mine}: accepted is {accepted}")
-        difference = abs(self.weights_norm - other.weights_norm)
-        if difference > _SAME_WEIGHTS * other.weights_norm:
+        if _differ(self.weights_norm, other.weights_norm):
             raise ValueError(
                 f"{os.fspath(path)}: weights_norm = {self.weights_norm}: accepted is that of the "
                 f"same weights, {other.weights_norm}; remove the file to start anew"
@@ -222,11 +270,13 @@ def calibrate(
     Raises:
         TypeError, ValueError: an argument is not one of those above, there are no batches, a
             gradient is not finite, or no gradient reached a BackLite module.
-        RuntimeError: ``step`` changed the weights.
+        RuntimeError: ``step`` changed the weights, or ``torch.inference_mode()`` is on.
         OSError: the partial file cannot be read or written.
     """
     modules = find_modules(model)
     check_batches(batches)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("torch.inference_mode() is on: accepted is a call outside it")
     if not isinstance(target, Target):
         raise TypeError(f"target = {target!r}: accepted is a back_lite.Target")
     if per not in PER:
@@ -248,6 +298,8 @@ def calibrate(
             found = _run(
                 model, modules, batch, step or _default_step, measurement.values, map_source
             )
+            if _differ(_weights_norm(model), measurement.weights_norm):  # through .data, say
+                raise _weights_changed("weights")
             if not found and not measurement.layers:
                 raise ValueError(
                     "no gradient reached a BackLite module: accepted is a step that runs forward "
@@ -272,7 +324,7 @@ def choose(
 ) -> Calibration:
     """Take the largest values that meet the target."""
     bounds = {  # (V, H) each
-        name: layer.bound(margin, measurement.batches) for name, layer in measurement.layers.items()
+        name: layer.bound(margin) for name, layer in measurement.layers.items()
     }
     if per == "head":
         chosen = {name: _largest(bound, target) for name, bound in bounds.items()}
@@ -287,9 +339,10 @@ def choose(
     layers = []
     for name in measurement.names:
         if name not in measurement.layers:
-            layers.append(LayerCalibration(name, 0, 0, 0, [], [], [], [], None))
+            layers.append(LayerCalibration(name, 0, 0, 0, 0, [], [], [], [], None))
             continue
-        sums, calls = measurement.layers[name].sums, measurement.layers[name].calls
+        measured = measurement.layers[name]
+        sums, calls = measured.sums, measured.calls
         error, density, rows = sums.error, sums.density, chosen[name].tolist()
         dq, dk, dv = (_rounded(curve) for curve in sums.relative_l2)
         exact_seconds, *seconds = _rounded(sums.seconds / calls)
@@ -300,6 +353,7 @@ def choose(
                 sums.num_heads,
                 sums.num_key_heads,
                 calls,
+                measured.batches,
                 [measurement.values[row] if row >= 0 else 0.0 for row, _ in pick],
                 [_rounded(error[at]) if at[0] >= 0 else 0.0 for at in pick],
                 [_rounded(bounds[name][at]) if at[0] >= 0 else 0.0 for at in pick],
@@ -320,8 +374,8 @@ def _largest(bound: Tensor, target: Target) -> Tensor:
 
 
 def _rms(bound: Tensor) -> Tensor:
-    """``(V, H)`` to ``(V, 1)``."""
-    return bound.square().mean(dim=1, keepdim=True).sqrt()
+    """``(V, H)`` to ``(V, 1)``, over the heads that a gradient reached."""
+    return bound.square().nanmean(dim=1, keepdim=True).sqrt()
 
 
 def _rounded(values: Tensor) -> Any:
@@ -418,10 +472,7 @@ def _run(
     model.zero_grad(set_to_none=True)
     for name, parameter in model.named_parameters():
         if parameter._version != versions[name]:
-            raise RuntimeError(
-                f"step changed the parameter {name!r}: accepted is a step that runs forward and "
-                "backward alone, without the optimizer"
-            )
+            raise _weights_changed(f"parameter {name!r}")
     return {name: LayerMeasurement.of_batch(found, calls[name]) for name, found in sums.items()}
 
 
@@ -447,7 +498,11 @@ def _left_as_it_was(model: nn.Module, modules: Mapping[str, BackLite]) -> Iterat
     """Make the modules exact and gradients absent; bring all that a step changes back."""
     thresholds = {module: module.negl_prob for module in modules.values()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     training = {module: module.training for module in model.modules()}
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
@@ -457,24 +512,26 @@ def _left_as_it_was(model: nn.Module, modules: Mapping[str, BackLite]) -> Iterat
             model.zero_grad(set_to_none=True)
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
         for module, threshold in thresholds.items():
             module.negl_prob = threshold
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for each, mode in training.items():
             each.training = mode
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner._buffers[name] = buffer  # a step may put another there
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def check_batches(batches: Iterable[Any]) -> None:
     """Check that batches can be iterated over.
 
     Raises:
-        TypeError: they cannot.
+        TypeError: they cannot, or are a single one, a mapping.
     """
-    if not isinstance(batches, Iterable):
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
         raise TypeError(
             f"batches = {type(batches).__name__}: accepted is an iterable of at least one batch"
         )
@@ -501,3 +558,14 @@ def _weights_norm(model: nn.Module) -> float:
         for parameter in model.parameters()
     ]
     return cast(float, torch.tensor(norms, dtype=torch.float64).norm().item())
+
+
+def _differ(norm: float, other: float) -> bool:
+    return abs(norm - other) > _SAME_WEIGHTS * other
+
+
+def _weights_changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"step changed the {what}: accepted is a step that runs forward and backward alone, "
+        "without the optimizer"
+    )

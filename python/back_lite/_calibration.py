@@ -15,17 +15,19 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from . import _calibration_checks
 from ._library import version
 from .attention import BackLite
 
 SCHEMA = "back_lite.calibration"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: What shares one threshold.
 Per = Literal["head", "layer", "model"]
 PER = get_args(Per)
 
-_NUMBERS = re.compile(r"\[([^\[\]{}\"]*)\]")  # a list of nothing but numbers
+# A list of nothing but numbers; no string holds a line break.
+_NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class LayerCalibration:
     num_heads: int  # 0 if no call with a gradient was seen: it stays exact
     num_key_heads: int
     calls: int  # that were measured
+    batches: int  # in which there were some; of a single one there is no margin
     negl_prob: list[float]  # chosen, by query head; 0 is exact
     relative_l2: list[float]  # measured at the chosen value, the worst of dQ, dK, dV
     bound: list[float]  # that with the margin
@@ -146,7 +149,10 @@ class Calibration:
 
     @property
     def exact_heads(self) -> list[tuple[str, int]]:
-        """``(layer, head)`` of the heads that stay exact: no measured value meets the target."""
+        """``(layer, head)`` of the heads that stay exact.
+
+        No measured value meets the target there, or no gradient reached them.
+        """
         return [
             (layer.name, head)
             for layer in self.layers
@@ -223,9 +229,7 @@ class Calibration:
                 )
                 for layer in content["layers"]
             ]
-            for layer in layers:
-                _check_layer(layer)
-            return Calibration(
+            calibration = Calibration(
                 Target(**content["target"]),
                 content["per"],
                 content["margin"],
@@ -235,8 +239,10 @@ class Calibration:
                 layers,
                 content["tile_map"] and TileMap(**content["tile_map"]),
             )
+            _calibration_checks.check(calibration, PER)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)}: damaged: {error!s}") from error
+        return calibration
 
     def __str__(self) -> str:
         done = "" if self.complete else " (interrupted)"
@@ -244,8 +250,12 @@ class Calibration:
             f"target: {self.target}, per {self.per}; {self.batches} batches{done}",
             f"skipped: {self.skipped:.1%} of the tiles, mean over the heads",
         ]
-        if self.batches < 2 and self.margin:
-            lines.append("one batch: its spread is unknown, and no margin is kept for it")
+        once = [layer.name for layer in self.layers if layer.batches == 1]
+        if once and self.margin:
+            lines.append(
+                f"{len(once)} of {len(self.layers)} layers were seen in one batch: its spread is "
+                "unknown, and no margin is kept for it"
+            )
         width = max(len(layer.name) for layer in self.layers)
         lines.append(f"{'layer':{width}}  skipped  worst error  negl_prob by head")
         for layer in self.layers:
@@ -258,7 +268,10 @@ class Calibration:
             lines.append(f"{layer.name:{width}}  {skipped:7.1%}  {error:11.4f}  {values}")
         exact = sum(value == 0.0 for layer in self.layers for value in layer.negl_prob)
         if exact:
-            lines.append(f"{exact} heads stay exact: no measured value meets the target there")
+            lines.append(
+                f"{exact} heads stay exact: no measured value meets the target there, or no "
+                "gradient reached them"
+            )
         return "\n".join(lines)
 
 
@@ -352,7 +365,7 @@ def read_json(path: str | os.PathLike[str], schema: str, version: int) -> Mappin
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise OSError(error.errno, f"cannot read: {error.strerror}", name) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != schema:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
@@ -362,21 +375,6 @@ def read_json(path: str | os.PathLike[str], schema: str, version: int) -> Mappin
             f"{name}: schema_version = {content.get('schema_version')!r}: accepted is {version}"
         )
     return content
-
-
-def _check_layer(layer: LayerCalibration) -> None:
-    for name in ("negl_prob", "relative_l2", "bound", "density"):
-        if len(getattr(layer, name)) != layer.num_heads:
-            raise ValueError(
-                f"layer {layer.name!r}: {name} has {len(getattr(layer, name))} entries; accepted "
-                f"are num_heads = {layer.num_heads}"
-            )
-    for head, value in enumerate(layer.negl_prob):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise ValueError(
-                f"layer {layer.name!r}: negl_prob[{head}] = {value!r}: accepted are numbers from 0 "
-                "to below 1"
-            )
 
 
 def _one_line(match: re.Match[str]) -> str:

@@ -77,7 +77,7 @@ class GradientComparison:
 
         1 where both are zero, 0 where one of them is.
         """
-        norms = (self.exact * self.sparse).sqrt()
+        norms = self.exact.sqrt() * self.sparse.sqrt()
         cosine = torch.where(norms == 0, 0.0, self.dot / norms)
         return self.split(torch.where(self.difference == 0, 1.0, cosine))
 
@@ -88,6 +88,14 @@ class GradientComparison:
         A query head answers for its own dQ, and for dK and dV of its key head.
         """
         return self.relative_l2.worst()
+
+    @property
+    def has_gradient(self) -> Tensor:
+        """Whether any exact gradient of each query head is not zero, bool ``(H,)``.
+
+        Its own dQ, or dK or dV of its key head. Where none is, an error of 0 says nothing.
+        """
+        return self.split(self.exact > 0).worst()
 
     @property
     def density(self) -> Tensor:
@@ -107,7 +115,11 @@ class GradientComparison:
             other.num_heads,
             other.exact.shape,
         ):
-            raise ValueError("comparisons of different values or head counts cannot be added")
+            raise ValueError(
+                f"{other.num_heads} query and {other.num_key_heads} key heads, negl_prob = "
+                f"{other.negl_prob}: accepted, to be added up, are {self.num_heads} and "
+                f"{self.num_key_heads} heads, negl_prob = {self.negl_prob}"
+            )
         return GradientComparison(
             self.negl_prob,
             self.num_heads,

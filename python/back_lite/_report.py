@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -122,7 +123,7 @@ def _draw_density(layers: list[LayerCalibration]) -> Figure:
     axes.set_xlabel("head")
     axes.set_xticks(range(0, num_heads, -(-num_heads // _MOST_NUMBERS)))
     if len(layers) <= _MOST_LABELS:
-        axes.set_yticks(range(len(layers)), [_short(layer.name) for layer in layers])
+        axes.set_yticks(range(len(layers)), map(_short, layers), parse_math=False)
     else:
         axes.set_ylabel("layer")
     if num_heads <= 8 and len(layers) <= _MOST_LABELS:
@@ -140,17 +141,20 @@ def _draw_density(layers: list[LayerCalibration]) -> Figure:
 def _draw_error(calibration: Calibration) -> Figure:
     figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     axes = figure.subplots()
+    lines: list[list[tuple[float, float]]] = []
+    chosen: list[tuple[float, float]] = []
     for layer in calibration.layers:
         if layer.curves is None:
             continue
         errors, density = layer.curves.error(), layer.curves.density
         for head in range(layer.num_heads):
             line = [(1.0 - d[head], e[head]) for d, e in zip(density, errors, strict=True)]
-            points = [point for point in line if point[1] > 0.0]
-            axes.plot(*_columns(points), color=_BLUE, linewidth=0.8, alpha=0.45)
+            lines.append([point for point in line if point[1] > 0.0])
             if layer.negl_prob[head]:
-                chosen = 1.0 - layer.density[head], layer.relative_l2[head]
-                axes.plot(*chosen, "o", color="black", markersize=4, zorder=3)
+                chosen.append((1.0 - layer.density[head], layer.relative_l2[head]))
+    # At once: one by one, those of 126 layers of 128 heads took 20 seconds.
+    axes.add_collection(LineCollection(lines, colors=_BLUE, linewidths=0.8, alpha=0.45))
+    axes.plot(*_columns(chosen), "o", color="black", markersize=4, zorder=3)
     axes.axhline(calibration.target.error, color=_RED, linestyle="--", linewidth=1.8)
     axes.annotate(
         f"target {calibration.target.error:.3g}",
@@ -184,7 +188,7 @@ def _draw_time(layers: list[LayerCalibration]) -> Figure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     if len(layers) <= _MOST_LABELS:
-        axes.set_yticks(rows, [_short(layer.name) for layer in layers])
+        axes.set_yticks(rows, map(_short, layers), parse_math=False)
     else:
         axes.set_ylabel("layer")
     axes.set_xlabel("milliseconds a call")
@@ -235,8 +239,9 @@ def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _short(name: str) -> str:
+def _short(layer: LayerCalibration) -> str:
     """The end of a long module name, which tells the layers apart."""
+    name = layer.name
     return name if len(name) <= 24 else "…" + name[-23:]
 
 

@@ -116,6 +116,17 @@ def test_zero_gradients_have_no_error() -> None:
     assert found.cosine.dq.tolist() == [[1.0, 1.0]]
 
 
+def test_cosine_of_tiny_gradients() -> None:
+    """Of float64; the product of their sums of squares is below the least number."""
+    query, key, value, grad_out, _ = Case(200, 200, dtype=torch.float64, topics=True).inputs()
+    large, tiny = (
+        back_lite.compare_gradients(query, key, value, factor * grad_out, VALUES)
+        for factor in (1.0, 1e-100)
+    )
+    for one, two in zip(large.cosine, tiny.cosine, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_16_bit_gradients_are_summed_in_float64() -> None:
     query, key, value, grad_out, _ = Case(200, 200, dtype=torch.bfloat16, topics=True).inputs()
     found = back_lite.compare_gradients(query, key, value, grad_out, VALUES)
@@ -295,8 +306,8 @@ def test_bound_is_the_error_and_its_spread_between_batches() -> None:
     dq, dk, dv = by_gradient.split([4, 2, 2], dim=1)
     worst = torch.maximum(dq, torch.maximum(dk, dv).repeat_interleave(2, dim=1))
     layer = measurement.layers["layer"]
-    torch.testing.assert_close(layer.bound(2.5, 6), worst, rtol=1e-9, atol=0.0)
-    assert torch.equal(layer.bound(0.0, 6), layer.sums.error)
+    torch.testing.assert_close(layer.bound(2.5), worst, rtol=1e-9, atol=0.0)
+    assert torch.equal(layer.bound(0.0), layer.sums.error)
 
 
 def test_chosen_keeps_the_margin() -> None:
@@ -315,6 +326,48 @@ def test_one_batch_has_no_margin_and_says_so() -> None:
     found = calibrate(model, batches)
     assert timeless(found) == timeless(calibrate(model, batches, margin=0.0))
     assert "no margin is kept" in str(found)
+
+
+class Sparing(Model):
+    """A gradient reaches the first two heads of the first layer; the second runs now and then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x).unflatten(-1, (8, 16))
+        query, key, value = 3 * heads[:, :, :4], heads[:, :, 4:6], heads[:, :, 6:]
+        loss = self.layers[0](query, key, value, causal=True)[:, :, :2].square().mean()
+        if x.shape[1] != 400:
+            loss = loss + self.layers[1](query, key, value, causal=True).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("per", ["head", "layer"])
+def test_without_a_gradient_a_head_tells_nothing(per: Any) -> None:
+    found = calibrate(Sparing().eval(), per=per, target=Target(relative_l2=0.3)).layers[0]
+    assert found.curves is not None
+    assert {row[1] for row in found.curves.dk} == {0.0}, "a gradient reached the last heads"
+    if per == "head":
+        assert found.negl_prob[2:] == [0.0, 0.0]
+        assert min(found.negl_prob[:2]) > 0.0
+        return
+    errors = torch.tensor(found.curves.error())[:, :2]
+    found = calibrate(
+        Sparing().eval(), per=per, margin=0.0,
+        target=Target(relative_l2=0.99 * float(errors[2].square().mean().sqrt())),
+    ).layers[0]  # fmt: skip
+    assert set(found.negl_prob) == {VALUES[1]}
+
+
+def test_layer_seen_in_one_of_several_batches_has_no_margin_and_says_so() -> None:
+    batches = make_batches(3)
+    batches[1] = batches[1][:, :390]
+    found = calibrate(Sparing().eval(), batches)
+    assert [layer.batches for layer in found.layers] == [3, 1]
+    assert found.layers[1].bound == found.layers[1].relative_l2
+    assert "1 of 2 layers were seen in one batch" in str(found)
+    batches[2] = batches[2][:, :380]
+    layer = calibrate(Sparing().eval(), batches).layers[1]
+    # As if the batch in which it did not run were not there.
+    assert layer.bound == calibrate(Sparing().eval(), batches[1:]).layers[1].bound
 
 
 def test_target_out_of_reach_ends_at_exact_and_says_so() -> None:
@@ -353,6 +406,29 @@ def test_model_is_left_as_it_was() -> None:
     assert not model.dropout.training
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not model.layers[0]._forward_hooks
+
+
+def test_buffers_are_left_as_they_were() -> None:
+    """Those that a step replaces, and those of which several elements share memory."""
+
+    class Counting(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.arange(3).expand(2, 3))
+            self.register_buffer("mean", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            self.mean = x.mean()
+            return super().forward(x)
+
+    model = Counting()
+    before = model.calls
+    calibrate(model)
+    assert model.calls is before
+    assert before == 0
+    assert model.mean is None
+    assert model.layers[0].negl_prob == 0.25
 
 
 def test_model_is_left_as_it_was_after_an_error() -> None:
@@ -416,6 +492,16 @@ def training_step(model: nn.Module, batch: Tensor) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def training_step_past_autograd(model: nn.Module, batch: Tensor) -> None:
+    model(batch).backward()
+    model.project.weight.data.sub_(model.project.weight.grad)
+
+
+def other_heads_step(model: nn.Module, batch: Tensor) -> None:
+    heads = model.project(batch).unflatten(-1, (-1, 16 if batch.shape[1] == 400 else 32))
+    model.layers[0](heads, heads, heads).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -433,6 +519,14 @@ def training_step(model: nn.Module, batch: Tensor) -> None:
         (Model(), {"values": "high"}, "values = 'high'"),
         (Model(), {"step": nan_step}, "layer 'layers.1': grad_out holds NaN"),
         (Model(), {"step": training_step}, "step changed the parameter 'project.weight'"),
+        (Model(), {"step": training_step_past_autograd}, "step changed the weights"),
+        (
+            Model(),
+            {"step": other_heads_step, "batches": [x[:, i:] for i, x in enumerate(make_batches())]},
+            "layer 'layers.0': 4 query and 4 key heads",
+        ),
+        (Model(), {"batches": {"x": 1}}, "batches = dict: accepted is an iterable"),
+        (Model(), {"batches": "text"}, "batches = str: accepted is an iterable"),
         (Model(), {"step": lambda *_: None}, "no gradient reached a BackLite module"),
         (nn.Sequential(Model(), nn.Identity()), {"batches": [[torch.ones(1, 9, 64)]] * 2}, None),
         (BackLite(), {"batches": [(torch.ones(1, 9, 2, 8, requires_grad=True),) * 3]}, "shape (1,"),
@@ -447,6 +541,11 @@ def test_calibrate_refuses(model: Any, options: dict[str, Any], words: str | Non
         calibrate(model, **options)
     assert words in str(error.value)
     assert "accepted" in str(error.value)
+
+
+def test_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"^torch.inference_mode\(\) is"):
+        calibrate(Model())
 
 
 # ----------------------------------------------------------------------------------- resuming
@@ -496,6 +595,32 @@ def test_partial_file_of_other_weights_or_values_is_refused(tmp_path: Path) -> N
         calibrate(Model(), partial=partial)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c["layers"]["layers.0"].pop("live"), "'live'"),
+        (lambda c: c["layers"]["layers.0"]["exact"].pop(), "layers.0: "),
+        (lambda c: c["layers"]["layers.0"]["seconds"].pop(), "layers.0: seconds is (4,)"),
+        (lambda c: c["layers"]["layers.0"]["live"][1].pop(), "expected sequence"),
+        (lambda c: c["layers"]["layers.0"].update(num_heads=8), "layers.0: "),
+        (lambda c: c["layers"]["layers.0"].update(calls=0), "layers.0: calls = 0"),
+        (lambda c: c["layers"].update(other=c["layers"]["layers.0"]), "other: "),
+        (lambda c: c.update(batches="2"), "batches = '2'"),
+    ],
+)
+def test_damaged_partial_file_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    partial = tmp_path / "partial.json"
+    calibrate(Model(), partial=partial)
+    content = json.loads(partial.read_text())
+    change(content)
+    partial.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"partial\.json: damaged: ") as error:
+        calibrate(Model(), partial=partial)
+    assert words in str(error.value)
+
+
 # ----------------------------------------------------------------------------------- the file
 
 
@@ -512,7 +637,7 @@ def test_saved_and_loaded_is_the_same(calibration: Calibration, tmp_path: Path) 
     for layer, module in zip(calibration.layers, model.layers, strict=True):
         assert module.negl_prob.tolist() == layer.negl_prob
     content = json.loads(path.read_text())
-    assert content["schema_version"] == 2
+    assert content["schema_version"] == 3
     assert content["target"] == {"relative_l2": 0.15}
     assert max(map(len, path.read_text().splitlines())) < 200, "not for people"
 
@@ -543,13 +668,31 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str]:
         (lambda text: text[:-20], "not JSON"),
         (lambda _: "[]", "schema = 'list'"),
         (edit(lambda c: c.update(schema="other")), "schema = 'other'"),
-        (edit(lambda c: c.update(schema_version=1)), "schema_version = 1: accepted is 2"),
+        (edit(lambda c: c.update(schema_version=1)), "schema_version = 1: accepted is 3"),
         (edit(lambda c: c.pop("layers")), "damaged"),
         (edit(lambda c: c["layers"][0].update(name="x")), "lacks ['x'] and the calibration lacks"),
         (edit(lambda c: c["layers"].pop()), "calibration lacks ['layers.1']"),
         (edit(lambda c: c["layers"][1]["negl_prob"].pop()), "negl_prob has 3 entries"),
         (edit(lambda c: c["layers"][1]["negl_prob"].__setitem__(2, 1.5)), "negl_prob[2] = 1.5"),
         (edit(lambda c: c["target"].update(relative_l2=2)), "relative_l2 = 2"),
+        (edit(lambda c: c.update(layers=[])), "layers = []"),
+        (edit(lambda c: c["layers"].append(c["layers"][0])), "['layers.0'] twice"),
+        (edit(lambda c: c["layers"][0].update(name=["x"])), "name = ['x']"),
+        (edit(lambda c: c["layers"][0].update(density=[0, 1, 1, None])), "density[3] = None"),
+        (edit(lambda c: c["layers"][0].update(relative_l2=[0, 0, 0, "x"])), "relative_l2[3] = 'x'"),
+        (edit(lambda c: c["layers"][0].update(num_key_heads=3)), "num_key_heads = 3"),
+        (edit(lambda c: c["layers"][0].update(curves=None)), "num_heads = 4"),
+        (edit(lambda c: c["layers"][0]["curves"]["dk"][1].pop()), "curves.dk[1] has 1 entries"),
+        (edit(lambda c: c["layers"][0]["curves"]["dv"].pop()), "curves.dv has 3 entries"),
+        (edit(lambda c: c["layers"][0]["curves"].update(exact_seconds=math.nan)), "seconds = nan"),
+        (edit(lambda c: c.update(per="<b>")), "per = '<b>'"),
+        (edit(lambda c: c.update(margin="2")), "margin = '2'"),
+        (edit(lambda c: c.update(batches=True)), "batches = True"),
+        (edit(lambda c: c.update(complete="no")), "complete = 'no'"),
+        (edit(lambda c: c["values"].reverse()), "ascending"),
+        (edit(lambda c: c["tile_map"]["live"].pop()), "tile_map.live has 6 entries"),
+        (edit(lambda c: c["tile_map"]["allowed"][2].pop()), "tile_map.allowed[2] has 3 entries"),
+        (lambda _: "[" * 100_000, "not JSON"),
     ],
 )
 def test_other_files_are_refused(
@@ -564,6 +707,14 @@ def test_other_files_are_refused(
     assert words in str(error.value)
     assert str(path) in str(error.value)
     assert model.layers[0].negl_prob == 0.25, "half applied"
+
+
+def test_names_are_kept_to_the_letter(calibration: Calibration, tmp_path: Path) -> None:
+    first, second = calibration.layers
+    layers = [dataclasses.replace(first, name="a[ 1,  2 ]"), dataclasses.replace(second, name="")]
+    odd = dataclasses.replace(calibration, layers=layers)
+    odd.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json") == odd
 
 
 def test_another_head_count_is_refused(calibration: Calibration, tmp_path: Path) -> None:
@@ -677,6 +828,24 @@ def test_report_is_one_page_without_network(calibration: Calibration, tmp_path: 
     for layer in calibration.layers:
         values = " ".join(f"{value:g}" if value else "exact" for value in layer.negl_prob)
         assert f"<td>{values}</td>" in page
+
+
+def test_report_shows_names_as_they_are(calibration: Calibration, tmp_path: Path) -> None:
+    """Neither as HTML nor as formulas, which matplotlib finds between dollars."""
+    pytest.importorskip("matplotlib")
+    from back_lite._report import write_report
+
+    names = "<script>1</script>", "$\\frac{$"
+    layers = [
+        dataclasses.replace(layer, name=name)
+        for layer, name in zip(calibration.layers, names, strict=True)
+    ]
+    assert calibration.tile_map is not None
+    tiles = dataclasses.replace(calibration.tile_map, layer=names[0])
+    write_report(dataclasses.replace(calibration, layers=layers, tile_map=tiles), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;1&lt;/script&gt;") == 2
 
 
 def test_report_expects_a_time_between_those_measured(calibration: Calibration) -> None:
