@@ -7,7 +7,8 @@
 
 It goes through the library's own interfaces for attention and masks; nothing is patched. Causal
 attention over whole sequences, with or without a growing cache. What BackLite has no form of yet,
-such as padded or packed batches, is refused before any attention is computed.
+such as padded or packed batches, is refused before any attention is computed. These checks look at
+the data, so that torch.compile breaks its graph there: fullgraph=True is refused.
 """
 
 from __future__ import annotations
@@ -85,8 +86,14 @@ def back_lite_attention(
         raise NotImplementedError("attention_mask has 4 dimensions: accepted is causal alone")
     if dropout:
         raise NotImplementedError(f"attention_dropout = {dropout}: accepted is 0")
-    if is_causal is False:
+    # As the library's own functions ask: the argument, or else the module.
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotImplementedError("is_causal = False: accepted is causal attention")
+    if not hasattr(module, "back_lite"):
+        raise ValueError(
+            f"{type(module).__name__} has no BackLite module: accepted are attention layers that "
+            "use_back_lite(model) has prepared"
+        )
     for name, reason in UNKNOWN.items():
         if options.get(name) is not None and options[name] is not False:
             raise NotImplementedError(f"{name} is given: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,26 @@ def test_dropout_is_refused() -> None:
     use_back_lite(model)
     with pytest.raises(NotImplementedError, match=r"attention_dropout = 0\.1"):
         model(tokens())
+
+
+def test_attention_of_both_directions_is_refused() -> None:
+    """As embedding models ask for it: the layer says so, not the call."""
+    model = tiny_model()
+    model.model.layers[1].self_attn.is_causal = False
+    use_back_lite(model)
+    with pytest.raises(NotImplementedError, match="is_causal = False"):
+        model(tokens())
+
+
+def test_a_model_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    use_back_lite(model, 0.3)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits)
+    loaded.set_attn_implementation("back_lite")
+    with pytest.raises(ValueError, match=r"LlamaAttention .* use_back_lite\(model\)"):
+        loaded(tokens())
 
 
 def test_a_model_without_attention_is_refused() -> None:
