@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ._calibration import Target, find_modules
+from . import _thresholds
+from ._calibration import Target, find_modules, known_heads
 from ._compare import GradientComparison, compare_gradients
 from ._watch import Call, watch
 
@@ -27,6 +30,7 @@ _WEIGHT = 0.5
 # with errors recorded in a training of examples/train_lm, the median head was within 20% of the
 # target at 91% of the checks with one sequence, at all of them with four.
 _SEQUENCES = 4
+_FAR = 1e6  # errors of more times the target count as this: an infinite one is forgotten some day
 _START, _LEAST, _MOST = 0.01, 1e-4, 0.5
 
 
@@ -70,12 +74,15 @@ class Controller:
         log: called with a dict for each layer measured: ``step``, ``layer``, ``heads``,
             ``relative_l2`` and ``density`` (by head, as measured, before the move) and
             ``negl_prob`` (by head, from now on). ``relative_l2`` is None and the others are absent
-            where no gradient was seen, or one with NaN or infinity: that changes nothing.
+            where no gradient was seen, or one with NaN or infinity: that changes nothing. What it
+            raises leaves :meth:`step` when all else is done.
 
     Raises:
         TypeError, ValueError: an argument is not one of those above.
 
-    Every BackLite module is exact until its heads were measured and the warm-up is over.
+    Every BackLite module is exact until its heads were measured and the warm-up is over. Thresholds
+    that others set are set again at the next measurement. Modules that join the model later are not
+    controlled: make a new controller. One that is deleted watches no more.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class Controller:
         self._estimates: dict[str, list[float | None]] = {}
         self._slices: dict[str, _Slice] = {}
         self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self._apply()
         self._arm()
 
@@ -112,17 +120,21 @@ class Controller:
         """Take over what the training step measured; call it after each, on every rank."""
         self._disarm()
         due = [name for name, _ in self._due()]
-        slices = [self._slices]
+        mine, self._slices = self._slices, {}
+        slices = [mine]
         if due and torch.distributed.is_available() and torch.distributed.is_initialized():
             slices = [{} for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(slices, self._slices)
+            torch.distributed.all_gather_object(slices, mine)
         self._num_steps += 1
-        for name in due:
-            self._update(name, [rank[name] for rank in slices if name in rank])
-        self._slices = {}
+        records = [
+            self._update(name, [rank[name] for rank in slices if name in rank]) for name in due
+        ]
         if due or self._num_steps == self.warmup:
             self._apply()
         self._arm()
+        if self._log is not None:
+            for record in records:
+                self._log(record)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that changes, in plain lists and numbers, for a checkpoint."""
@@ -136,25 +148,54 @@ class Controller:
         """Go on where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: it is of another version or model. Nothing has changed then.
+            ValueError: it is of another version or model, or damaged. Nothing has changed then.
         """
-        version = state.get("version")
-        if version != STATE_VERSION:
-            raise ValueError(f"state version = {version!r}: accepted is {STATE_VERSION}")
-        unknown = [name for name in state["layers"] if name not in self._modules]
+        num_steps, proposed, estimates = self._checked(state)
+        self._disarm()
+        self._slices = {}
+        self._num_steps, self._proposed, self._estimates = num_steps, proposed, estimates
+        self._apply()
+        self._arm()
+
+    def _checked(
+        self, state: Mapping[str, Any]
+    ) -> tuple[int, dict[str, list[float]], dict[str, list[float | None]]]:
+        """Read the steps, and by layer what is proposed and the estimates."""
+        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+            given = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"state version = {given!r}: accepted is {STATE_VERSION}")
+        try:
+            num_steps, layers = state["num_steps"], dict(state["layers"])
+            unknown = [name for name in layers if name not in self._modules]
+            proposed = {name: list(layer["proposed"]) for name, layer in layers.items()}
+            estimates = {name: list(layer["estimates"]) for name, layer in layers.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state is damaged: {error!r}; accepted is that of state_dict()"
+            ) from error
         if unknown:
             raise ValueError(
                 f"state of another model: it has layers {unknown}; accepted are {[*self._modules]}"
             )
-        self._disarm()
-        self._slices = {}
-        self._num_steps = int(state["num_steps"])
-        self._proposed = {name: list(layer["proposed"]) for name, layer in state["layers"].items()}
-        self._estimates = {
-            name: list(layer["estimates"]) for name, layer in state["layers"].items()
-        }
-        self._apply()
-        self._arm()
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
+            raise ValueError(f"state num_steps = {num_steps!r}: accepted are ints from 0")
+        for name, values in proposed.items():
+            try:
+                _thresholds.parse(values)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"state of layer {name!r}: {error}") from error
+            known = known_heads(self._modules[name])
+            if len(estimates[name]) != len(values) or known not in (None, len(values)):
+                raise ValueError(
+                    f"state of layer {name!r}: {len(values)} proposed and {len(estimates[name])} "
+                    f"estimates; accepted is one for each query head ({known or 'not known yet'})"
+                )
+            if not all(map(_is_estimate, estimates[name])) or not all(values):
+                raise ValueError(
+                    f"state of layer {name!r}: proposed = {values}, estimates = {estimates[name]}: "
+                    "accepted are numbers above 0, and estimates that are None or numbers from 0"
+                )
+        return num_steps, proposed, estimates
 
     def close(self) -> None:
         """Stop watching the model. The thresholds stay as they are."""
@@ -168,18 +209,19 @@ class Controller:
         return [(names[turn % len(names)], turn // len(names)) for turn in range(first, last)]
 
     def _arm(self) -> None:
+        me = weakref.ref(self)  # the model's hooks must not keep the controller
         for name, turn in self._due():
 
             def receive(call: Call, name: str = name, turn: int = turn) -> None:
-                if name not in self._slices:  # the first of several calls in a step
-                    self._measure(name, turn, call)
+                controller = me()
+                # The first of several calls in a step.
+                if controller is not None and name not in controller._slices:
+                    controller._measure(name, turn, call)
 
             self._handles.append(watch(self._modules[name], receive))
 
     def _disarm(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
     def _measure(self, name: str, turn: int, call: Call) -> None:
         """Compare the gradients of some sequences and every second key head."""
@@ -209,8 +251,8 @@ class Controller:
             return
         self._slices[name] = _Slice(num_heads, heads, found)
 
-    def _update(self, name: str, slices: list[_Slice]) -> None:
-        """Move the thresholds of the measured heads."""
+    def _update(self, name: str, slices: list[_Slice]) -> dict[str, Any]:
+        """Move the thresholds of the measured heads; return what to log."""
         record: dict[str, Any] = {"step": self._num_steps, "layer": name, "relative_l2": None}
         if slices:
             num_heads, heads, found = slices[0]
@@ -218,9 +260,11 @@ class Controller:
                 found = found + other.found
             proposed = self._proposed.setdefault(name, [_START] * num_heads)
             estimates = self._estimates.setdefault(name, [None] * num_heads)
-            errors = found.error[0].tolist()
-            for head, error in zip(heads, errors, strict=True):
-                square, known = (error / self.target.error) ** 2, estimates[head]
+            errors, tells = found.error[0].tolist(), found.has_gradient.tolist()
+            for head, error, tells_something in zip(heads, errors, tells, strict=True):
+                if not tells_something:
+                    continue
+                square, known = min(error / self.target.error, _FAR) ** 2, estimates[head]
                 if known is not None:
                     square = _WEIGHT * square + (1.0 - _WEIGHT) * known
                 factor = square ** (-0.5 * _GAIN) if square else _MAX_FACTOR
@@ -234,8 +278,7 @@ class Controller:
                 "density": found.density[0].tolist(),
                 "negl_prob": [self._in_force(name)[head] for head in heads],
             }
-        if self._log is not None:
-            self._log(record)
+        return record
 
     def _in_force(self, name: str) -> list[float]:
         """Return the thresholds of a layer: exact where nothing better is known to do."""
@@ -251,3 +294,14 @@ class Controller:
     def _apply(self) -> None:
         for name, module in self._modules.items():
             module.negl_prob = self._in_force(name)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _is_estimate(value: object) -> bool:
+    return value is None or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    )

@@ -32,12 +32,24 @@ def watch(module: BackLite, receive: Callable[[Call], None]) -> RemovableHandle:
     held at a time; what it raises leaves the backward. Calls without a gradient are not seen, nor
     those from code that was compiled before.
     """
+    return module.register_forward_hook(_AfterForward(receive), with_kwargs=True)
 
-    def after_forward(
-        _: BackLite, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+
+class _AfterForward:
+    """The hook of a module. A copy of the module, or one saved whole, has one that does nothing."""
+
+    def __init__(self, receive: Callable[[Call], None] | None = None) -> None:
+        self.receive = receive
+
+    def __reduce__(self) -> tuple[type[_AfterForward], tuple[()]]:
+        return _AfterForward, ()
+
+    def __call__(
+        self, _: BackLite, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
+        receive = self.receive
         out, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
-        if not out.requires_grad:
+        if receive is None or not out.requires_grad:
             return
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         # Autocast casts inside the call.
@@ -66,5 +78,3 @@ def watch(module: BackLite, receive: Callable[[Call], None]) -> RemovableHandle:
             after_backward(*gradients)
 
         handle = torch.autograd.graph.register_multi_grad_hook((out, lse), after_both)
-
-    return module.register_forward_hook(after_forward, with_kwargs=True)

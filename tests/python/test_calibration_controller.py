@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import math
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +195,72 @@ def test_closed_it_leaves_the_model_alone() -> None:
     assert not any(layer._forward_hooks for layer in training.model.layers)
 
 
+def test_deleted_it_leaves_the_model_alone() -> None:
+    model = Model()
+    controller = weakref.ref(Controller(model, TARGET, every=1))
+    gc.collect()
+    assert controller() is None
+    assert not any(layer._forward_hooks for layer in model.layers)
+
+
+def test_copies_of_the_model_are_not_watched() -> None:
+    """Nor does the hook keep a model from being saved whole."""
+    training = Training(every=1)
+    torch.save(training.model, file := io.BytesIO())
+    file.seek(0)
+    copies = [copy.deepcopy(training.model), torch.load(file, weights_only=False)]
+    for other in copies:
+        other(draw(0)).backward()
+    training.controller.step()
+    assert [record["relative_l2"] for record in training.records] == [None, None]
+    training.run(1)
+    assert training.records[-1]["relative_l2"] is not None
+
+
+def test_log_that_raises_changes_nothing() -> None:
+    def log(record: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    quiet, loud = Training(every=1), Training(every=1, log=log)
+    for training in (quiet, loud):
+        for step in range(4):
+            training.model(draw(step)).backward()
+            try:
+                training.controller.step()
+            except OSError:
+                assert training is loud
+    assert loud.thresholds == quiet.thresholds
+    assert loud.controller.state_dict() == quiet.controller.state_dict()
+
+
+def test_without_a_gradient_a_head_does_not_move() -> None:
+    class Half(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.project(x).unflatten(-1, (8, 16))
+            query, key, value = 3 * heads[:, :, :4], heads[:, :, 4:6], heads[:, :, 6:]
+            return self.layers[0](query, key, value, causal=True)[:, :, :2].square().mean()
+
+    model = Half()
+    controller = Controller(model, TARGET, every=1, warmup=0)
+    for step in range(4):
+        model(draw(step)).backward()
+        controller.step()
+    values = model.layers[0].negl_prob.tolist()
+    assert min(values[:2]) > 0.0
+    assert values[2:] == [0.0, 0.0]
+
+
+def test_target_far_out_of_reach() -> None:
+    """The square of error / target is beyond the largest float."""
+    training = Training(target=Target(relative_l2=1e-300)).run(8)
+    assert all(value < 0.01 for layer in training.thresholds for value in layer)
+    assert all(
+        math.isfinite(estimate)
+        for layer in training.controller.state_dict()["layers"].values()
+        for estimate in layer["estimates"]
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -215,6 +286,44 @@ def test_state_of_another_model_or_version_is_refused() -> None:
         controller.load_state_dict(state)
     with pytest.raises(ValueError, match="version = 9: accepted is 1"):
         controller.load_state_dict({**state, "version": 9})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("layers"), "'layers'"),
+        (lambda state: state.pop("num_steps"), "'num_steps'"),
+        (lambda state: state.update(num_steps=-1), "num_steps = -1"),
+        (lambda state: state.update(num_steps="3"), "num_steps = '3'"),
+        (lambda state: state["layers"]["layers.1"].pop("estimates"), "'estimates'"),
+        (lambda state: state["layers"]["layers.1"]["estimates"].pop(), "4 proposed and 3"),
+        (lambda state: state["layers"]["layers.1"]["estimates"].__setitem__(2, "x"), "'x'"),
+        (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(0, math.nan), "nan"),
+        (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(0, 0.0), "[0.0"),
+        (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(2, 3.0), "[2] = 3.0"),
+        (
+            lambda state: state["layers"].update(
+                {"layers.1": {"proposed": [0.1] * 6, "estimates": [1.0] * 6}}
+            ),
+            "one for each query head (4)",
+        ),
+    ],
+)
+def test_damaged_state_is_refused(change: Callable[[dict[str, Any]], object], words: str) -> None:
+    training = Training().run(4)
+    before = copy.deepcopy(training.controller.state_dict()), training.thresholds
+    state = copy.deepcopy(before[0])
+    change(state)
+    with pytest.raises(ValueError, match=r"^state ") as error:
+        training.controller.load_state_dict(state)
+    assert words in str(error.value)
+    assert (training.controller.state_dict(), training.thresholds) == before
+    assert any(layer._forward_hooks for layer in training.model.layers), "it watches no more"
+
+
+def test_state_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="version = 'list': accepted is 1"):
+        Training().controller.load_state_dict([])  # type: ignore[arg-type]
 
 
 RANK = """
