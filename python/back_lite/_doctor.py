@@ -8,6 +8,7 @@ That one writes JSON lines: one as each of its steps begins, and the results.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -246,5 +247,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     report = examine()
-    print(json.dumps(report, indent=2) if args.json else to_text(report))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths that a terminal cannot show
+    try:
+        print(json.dumps(report, indent=2) if args.json else to_text(report), flush=True)
+    except OSError as error:  # a full disk, or a pipe whose reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0 if report["ok"] else 1

@@ -68,8 +68,8 @@ def _tell_library() -> dict[str, Any]:
 
     path = _library.path
     try:
-        build = json.loads(path.with_name("backlite_build.json").read_text())
-    except (OSError, ValueError):
+        build = dict(json.loads(path.with_name("backlite_build.json").read_text()))
+    except (OSError, ValueError, TypeError):
         build = {}
     kernels = f"built by nvcc {build.get('nvcc') or 'of unknown version'}"
     return {

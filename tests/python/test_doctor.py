@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +114,45 @@ def test_wrong_instruction_set() -> None:
     status, output = doctor(BACK_LITE_CPU_ISA="mmx")
     assert status == 1
     assert "problem: library: ValueError: BACK_LITE_CPU_ISA = mmx: accepted are" in output
+
+
+def test_a_terminal_that_cannot_show_a_path(tmp_path: Path) -> None:
+    folder = tmp_path / "größer"
+    status, output = doctor(PYTHONIOENCODING="ascii", BACK_LITE_LIBRARY_DIR=str(folder))
+    assert status == 1
+    assert r"gr\xf6\xdfer" in output
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("full", "error: [Errno 28] No space left on device\n"), ("closed pipe", "")],
+)
+def test_output_that_goes_nowhere(kind: str, message: str, tmp_path: Path) -> None:
+    if kind == "full":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "back_lite", "doctor"],
+        env=child.environment(BACK_LITE_LIBRARY_DIR=str(tmp_path)),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(output)
+    assert process.returncode == 1
+    assert process.stderr == message
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "{", ""])
+def test_record_of_the_build_is_damaged(tmp_path: Path, content: str) -> None:
+    for file in _library.path.parent.glob("*.so"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "backlite_build.json").write_text(content)
+    status, output = doctor(BACK_LITE_LIBRARY_DIR=str(tmp_path))
+    assert status == 0
+    assert re.search(r"build +unknown", output)
 
 
 # ---- In this process -----------------------------------------------------------------------------
