@@ -87,13 +87,15 @@ struct D64PairStatistics {
   static constexpr ForwardConfig kConfig = with_statistics(kD64Pair);
 };
 
-// setmaxnreg moves registers in units of 8 within the block's share of the register file.
+// A block starts with as many registers a thread, in units of 8, as the register file has for all
+// of its threads. setmaxnreg moves them between warpgroups, and never returns if it asks for more.
 constexpr bool fits_register_file(const ForwardConfig& config) {
-  constexpr int kRegisterFile = 65536;
+  constexpr int kRegisterFile = 65536, kUnit = 8;
+  const int at_start = kRegisterFile / config.num_threads() / kUnit * kUnit * config.num_threads();
   const int total = sm90::kWarpgroupThreads *
                     (config.num_consumers * config.consumer_registers + config.producer_registers);
-  return total <= kRegisterFile && config.consumer_registers % 8 == 0 &&
-         config.producer_registers % 8 == 0;
+  return total <= at_start && config.consumer_registers % kUnit == 0 &&
+         config.producer_registers % kUnit == 0;
 }
 
 static_assert(fits_register_file(kD128) && fits_register_file(with_statistics(kD128)));
