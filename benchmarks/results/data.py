@@ -1,4 +1,4 @@
-"""What the JSON in docs/results/ holds, and the numbers that follow from it."""
+"""What the JSON in docs/results/ must hold, and the numbers that follow from it."""
 
 from __future__ import annotations
 
@@ -65,26 +65,71 @@ class Data:
     stages: Json | None = None
 
 
+# What each file must hold, beside what every JSON here says of itself.
+HEAD = ("command", "machine", "versions")
+NAMES = {
+    "training": ("settings", "text", "run"),
+    "layers": ("settings", "layers"),
+    "smollm2": ("settings", "forward", "layers", "trainings"),
+    "speed": ("contexts",),
+    "stages": ("fa4", "lengths"),
+}
+
+
+def read(path: Path, kind: str) -> Json:
+    """One file; a damaged one, or another program's, ends the program with its name."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word}, of which no mean follows")
+
+    try:
+        found = json.loads(path.read_text(), parse_constant=refuse)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+    names = (*HEAD, *NAMES[kind])
+    if not isinstance(found, dict) or any(found.get(name) in (None, [], {}) for name in names):
+        raise SystemExit(f"{path}: accepted is a {kind} file, with {', '.join(names)}")
+    return found
+
+
 def read_trainings(folder: Path) -> list[Training]:
-    runs = [Training(json.loads(path.read_text())) for path in folder.glob("*.json")]
-    return sorted(runs, key=lambda run: (run.negl_prob, run.seed))
+    """All of a folder: alike but for negl_prob and seed, and each once."""
+    runs: dict[tuple[float, int], Training] = {}
+    expected: Json = {}
+    for path in sorted(folder.glob("*.json")):
+        run = Training(read(path, "training"))
+        content, settings = run.content, run.content["settings"]
+        what = {k: v for k, v in settings.items() if k not in ("negl_prob", "seed", "save_every")}
+        what |= {"text": content["text"], "gpu": content["machine"].get("gpu")}
+        what |= {"torch": content["versions"]["torch"]}
+        what["steps"] = len(content["run"]["train_loss"])
+        expected = expected or {**what, "size": "large", "steps": settings["steps"]}
+        for name, value in expected.items():
+            if what.get(name) != value:
+                raise SystemExit(
+                    f"{path}: {name} = {what.get(name)}: accepted is {value}, as in all trainings"
+                )
+        if (run.negl_prob, run.seed) in runs:
+            raise SystemExit(f"{path}: a second one of this negl_prob and seed")
+        runs[run.negl_prob, run.seed] = run
+    return [runs[key] for key in sorted(runs)]
 
 
 def load(folder: Path) -> Data:
-    def read(name: str) -> Json | None:
-        path = folder / name
-        return json.loads(path.read_text()) if path.exists() else None
+    def read_one(kind: str) -> Json | None:
+        path = folder / f"{kind}.json"
+        return read(path, kind) if path.exists() else None
 
-    data = Data(smollm2=read("smollm2.json"), stages=read("stages.json"))
+    data = Data(smollm2=read_one("smollm2"), stages=read_one("stages"))
     for run in read_trainings(folder / "training"):
         data.trainings.setdefault(run.negl_prob, []).append(run)
     data.again = read_trainings(folder / "training_again")
-    trained = read("layers.json")
+    trained = read_one("layers")
     if trained is not None:
         data.layers["The language model trained here"] = trained
     if data.smollm2 is not None:
         data.layers["SmolLM2-135M"] = data.smollm2
-    data.steps = [json.loads(p.read_text()) for p in sorted(folder.glob("speed*.json"))]
+    data.steps = [read(path, "speed") for path in sorted(folder.glob("speed*.json"))]
     return data
 
 
@@ -92,6 +137,8 @@ def load(folder: Path) -> Data:
 
 
 def spread(values: Sequence[float], digits: int = 4, sign: str = "") -> str:
+    if not values:
+        return ""
     mean = format(statistics.fmean(values), f"{sign}.{digits}f")
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 

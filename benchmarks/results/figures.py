@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ matplotlib.use("Agg")
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 GREY, BLACK = "#5f5f5f", "#222222"
-COLOURS = {0.0: BLACK, 0.01: "#56B4E9", 0.02: "#009E73", 0.05: "#0072B2", 0.1: "#E69F00",
-           0.2: "#D55E00"}  # fmt: skip
+COLOURS = defaultdict(lambda: "#CC79A7", {0.0: BLACK, 0.01: "#56B4E9", 0.02: "#009E73",
+                      0.05: "#0072B2", 0.1: "#E69F00", 0.2: "#D55E00"})  # fmt: skip
 HEAD_INCHES = 0.8  # title and subtitle
 STYLE: dict[str, Any] = {
     "font.size": 11,
@@ -114,6 +115,8 @@ def draw_training(data: Data) -> Figure:
     sparse = [value for value in data.trainings if value]
     for place, value in enumerate(sparse):
         found = differences(data, value)
+        if not found:  # no exact one of these seeds
+            continue
         right.plot([place] * len(found), found, "o", color=COLOURS[value], alpha=0.5, markersize=5)
         error = statistics.stdev(found) if len(found) > 1 else 0.0
         right.errorbar(place, statistics.fmean(found), error, color=COLOURS[value], marker="_",

@@ -40,10 +40,11 @@ def does_not_pay(data: Data) -> Iterator[str]:
         value = next((v for v in data.trainings if v == 0.05), max(data.trainings))
         early = [share for run in data.trainings[value] for step, share in run.skipped
                  if run.content["settings"]["exact_steps"] < step <= 40]  # fmt: skip
-        points.append(
-            f"**The start of a training.** Attention that has learned nothing is even: until "
-            f"step 40, {statistics.fmean(early):.0%} of the tiles are skipped at {value:g}."
-        )
+        if early:
+            points.append(
+                f"**The start of a training.** Attention that has learned nothing is even: until "
+                f"step 40, {statistics.fmean(early):.0%} of the tiles are skipped at {value:g}."
+            )
     if data.steps:
         _, context = next(iter(contexts(data)))
         best = max(context["steps"], key=lambda row: row["speedup_over_exact"])

@@ -77,7 +77,7 @@ def training_row(data: Data, negl_prob: float, runs: list[Training]) -> list[str
         f"{statistics.fmean(run.skipped_at_end for run in runs):.0%}" if negl_prob else "0%",
         spread(milliseconds, 1),
         f"{1e3 * tokens / statistics.fmean(milliseconds):,.0f}",
-        f"{statistics.fmean(faster):.2f}" if negl_prob else "",
+        f"{statistics.fmean(faster):.2f}" if negl_prob and faster else "",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,53 @@ def test_what_is_missing_leaves_its_section_out(tmp_path: Path) -> None:
     text = write(load(tmp_path))
     assert "## A training" not in text
     assert "## Stages" not in text
+
+
+def write_training(folder: Path, name: str, content: dict[str, Any], **changes: Any) -> Path:
+    settings = {**content["settings"], **changes}
+    path = folder / f"training/{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**content, "settings": settings}))
+    return path
+
+
+EXACT = json.loads((ROOT / "docs/results/training/exact_seed_0.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 0}, "a second one of this negl_prob and seed"),
+        ({"context": 4096}, "context = 4096: accepted is 8192, as in all trainings"),
+        ({"steps": 100}, "steps = 200: accepted is 100"),
+        ({"size": "small"}, "size = small: accepted is large"),
+    ],
+)
+def test_trainings_of_two_kinds_are_not_averaged(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_training(tmp_path, "b", EXACT)
+    write_training(tmp_path, "c", EXACT, seed=1)
+    write_training(tmp_path, "d", EXACT, seed=0, negl_prob=0.3)
+    assert "| 0.3 | 1 |" in write(load(tmp_path))
+    path = write_training(tmp_path, "a" if "steps" in changes else "e", EXACT, **changes)
+    with pytest.raises(SystemExit, match=message) as refusal:
+        load(tmp_path)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"command": "x"}', '{"a": NaN}', "\xff"])
+def test_a_file_that_is_none_of_ours_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "stages.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SystemExit, match=r"stages\.json: "):
+        load(tmp_path)
+
+
+def test_seeds_without_an_exact_training_have_no_difference(tmp_path: Path) -> None:
+    write_training(tmp_path, "exact", EXACT)
+    write_training(tmp_path, "other", EXACT, negl_prob=0.05, seed=1, exact_steps=20)
+    text = write(load(tmp_path))
+    assert re.search(r"\| 0\.05 \| 1 \| [\d.]+ \|  \|", text)
 
 
 def row(extra_ms: float) -> dict[str, Any]:
