@@ -242,8 +242,8 @@ def calibrate(
     the relative L2 of its worst gradient, over all batches: of its own dQ, or of dK or dV of its
     key head. A layer's or the model's error is the root mean square of its heads' errors. The
     largest measured value is chosen at which the error is within the target, with a margin for what
-    these batches may not tell of others; where there is none, the head (or layer, or model) stays
-    exact. Nothing is set: that is :meth:`Calibration.apply`.
+    these batches may not tell of others; where there is none, or no gradient arrives, the head (or
+    layer, or model) stays exact. Nothing is set: that is :meth:`Calibration.apply`.
 
     The model's thresholds, gradients, buffers and training flags, and torch's random numbers, are
     afterwards as before.
@@ -262,7 +262,8 @@ def calibrate(
             from 0. They are estimated from the spread between batches; of one batch there is none,
             and no margin.
         partial: a file that receives what was measured after every batch. If it exists, its batches
-            are not run again: an interrupted call goes on where it was.
+            are not run again: an interrupted call goes on where it was. It stays afterwards: remove
+            it for other batches or another ``step``.
 
     Returns:
         Thresholds by layer and head, with the curves that they were chosen from.

@@ -26,6 +26,8 @@ SCHEMA_VERSION = 3
 Per = Literal["head", "layer", "model"]
 PER = get_args(Per)
 
+# What torch.compile, FSDP and activation checkpointing put into the names of modules.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # A list of nothing but numbers; no string holds a line break.
 _NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
 
@@ -105,7 +107,7 @@ class Curves:
 class LayerCalibration:
     """One BackLite module. Lists by query head have ``num_heads`` entries."""
 
-    name: str  # in model.named_modules()
+    name: str  # in model.named_modules(), without what wrappers as DDP's add
     num_heads: int  # 0 if no call with a gradient was seen: it stays exact
     num_key_heads: int
     calls: int  # that were measured
@@ -298,7 +300,7 @@ def load_calibration(model: nn.Module, path: str | os.PathLike[str]) -> Calibrat
 
 
 def find_modules(model: nn.Module) -> dict[str, BackLite]:
-    """Find the BackLite modules of a model by name.
+    """Find the BackLite modules of a model by name, the same whatever wraps the model.
 
     Raises:
         TypeError: not a module.
@@ -306,13 +308,27 @@ def find_modules(model: nn.Module) -> dict[str, BackLite]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model = {type(model).__name__}: accepted is a torch.nn.Module")
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, BackLite)}
+    modules = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
+        for name, module in _unwrapped(model).named_modules()
+        if isinstance(module, BackLite)
+    }
     if not modules:
         raise ValueError(
             f"model = {type(model).__name__} has no BackLite module: accepted are models whose "
             "attention is a back_lite.BackLite"
         )
     return modules
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        if isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = inner.module
+        if inner is model:
+            return model
+        model = inner
 
 
 def known_heads(module: BackLite) -> int | None:

@@ -21,6 +21,7 @@ from back_lite import BackLite, Calibration, Target, ops, reference
 from back_lite._calibrate import LayerMeasurement, Measurement
 from cases import Case
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 VALUES = [0.01, 0.03, 0.1, 0.3]
@@ -707,6 +708,26 @@ def test_other_files_are_refused(
     assert words in str(error.value)
     assert str(path) in str(error.value)
     assert model.layers[0].negl_prob == 0.25, "half applied"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,  # DistributedDataParallel: test_calibration_controller.py
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+        lambda model: model.layers.__setitem__(1, checkpoint_wrapper(model.layers[1])) or model,
+    ],
+    ids=["parallel", "compiled", "both", "checkpointed"],
+)
+def test_wrapped_the_model_is_the_same(
+    calibration: Calibration, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = Model()
+    calibration.apply(wrap(model))
+    modules = [module for module in model.modules() if isinstance(module, BackLite)]
+    for layer, module in zip(calibration.layers, modules, strict=True):
+        assert module.negl_prob.tolist() == layer.negl_prob
 
 
 def test_names_are_kept_to_the_letter(calibration: Calibration, tmp_path: Path) -> None:

@@ -340,7 +340,8 @@ dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_s
 model = Model()
 model.dropout.eval()
 wrapped = DistributedDataParallel(model)
-controller = Controller(model, TARGET, every=2, warmup=2)
+controller = Controller(wrapped, TARGET, every=2, warmup=2)
+assert list(controller._modules) == ["layers.0", "layers.1"]
 for step in range(6):
     loss = wrapped(draw(2 * step + rank, batch=1))
     if rank == 1 and step == 3:
