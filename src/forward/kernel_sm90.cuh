@@ -364,13 +364,11 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
 
       // Every consumer takes its turn at every tile of the block but the first, whether it has
       // products to issue or not.
-      const auto take_turn = [&](int n) {
-        if (n + 1 < shared.tiles[slot.stage].end) sm90::named_barrier_sync(my_turn, kTurnThreads);
+      const auto take_turn = [&](int n, int end) {
+        if (n + 1 < end) sm90::named_barrier_sync(my_turn, kTurnThreads);
       };
-      const auto pass_turn = [&](int n) {
-        if (n + 1 < shared.tiles[slot.stage].end) {
-          sm90::named_barrier_arrive(next_turn, kTurnThreads);
-        }
+      const auto pass_turn = [&](int n, int end) {
+        if (n + 1 < end) sm90::named_barrier_arrive(next_turn, kTurnThreads);
       };
       const auto skip_key = [&] {
         shared.key_full[key_stage.stage].wait(key_stage.parity);
@@ -384,15 +382,15 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
 
       if (has_tiles) {
         for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) {
-          take_turn(n);
-          pass_turn(n);
+          take_turn(n, shared.tiles[slot.stage].end);
+          pass_turn(n, shared.tiles[slot.stage].end);
           skip_key();
         }
         shared.key_full[key_stage.stage].wait(key_stage.parity);
-        take_turn(own.end - 1);
+        take_turn(own.end - 1, shared.tiles[slot.stage].end);
         sm90::wgmma_fence();
         issue_scores();
-        pass_turn(own.end - 1);
+        pass_turn(own.end - 1, shared.tiles[slot.stage].end);
         release_query();
         for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) skip_value();
         sm90::wgmma_wait<0>();
@@ -444,7 +442,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
 
       // (5), second part: O
       const WorkItem item = shared.item[slot.stage];
-      const int tiles_begin = shared.tiles[slot.stage].begin;
+      const TileRange tiles = shared.tiles[slot.stage];
 #pragma unroll
       for (int k = 0; k < kD / 16; ++k) {
         uint32_t packed[4];
@@ -470,15 +468,16 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         sm90::tma_store_commit();
         has_stored = true;
       }
+      // From here on the next item's first product may hand the slot back.
       int n = own.begin - 1;
-      if (has_tiles && n >= tiles_begin) {
+      if (has_tiles && n >= tiles.begin) {
         skip_value();
         --n;
       }
-      for (; n >= tiles_begin; --n) {
+      for (; n >= tiles.begin; --n) {
         skip_key();
-        take_turn(n);
-        pass_turn(n);
+        take_turn(n, tiles.end);
+        pass_turn(n, tiles.end);
         skip_value();
       }
     }
