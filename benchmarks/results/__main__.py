@@ -18,7 +18,11 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.results",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--text", action="store_true", help="leave the figures as they are")
     args = parser.parse_args()
     data = load(DOCS / "results")

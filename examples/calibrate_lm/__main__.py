@@ -95,7 +95,11 @@ def judge(target: Target, chosen: Calibration, unseen: Calibration) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.calibrate_lm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.calibrate_lm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=300, help="of training (%(default)s)")
     parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
     parser.add_argument("--batches", type=int, default=8, help="to calibrate on (%(default)s)")

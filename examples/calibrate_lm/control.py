@@ -83,7 +83,9 @@ def draw_checks(checks: list[dict[str, Any]], target: Target, warmup: int, path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.calibrate_lm.control", description=__doc__
+        prog="python -m examples.calibrate_lm.control",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=240, help="of training (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="bytes read (%(default)s)")

@@ -24,7 +24,11 @@ VALUES = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.train_lm.layers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_lm.layers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/checkpoint.pt"))
     parser.add_argument("--run", type=probability, default=0.0, help="its negl_prob (%(default)s)")
     parser.add_argument("--windows", type=whole(1), default=4, help="of text (%(default)s)")

@@ -92,7 +92,11 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.train_lm.speed", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_lm.speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("demo/checkpoint.pt"))
     parser.add_argument("--run", type=probability, default=0.0, help="its negl_prob (%(default)s)")
     parser.add_argument("--contexts", type=whole(1), nargs="+", default=[8192, 32768, 131072])

@@ -243,7 +243,11 @@ def _check_line(check: Report) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if every check passed and nothing is broken, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m back_lite doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m back_lite doctor",
+        description="Says what a bug report needs, and checks that each backend computes what it "
+        "should. The exit status is 0 if all is well.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     report = examine()

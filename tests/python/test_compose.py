@@ -351,6 +351,22 @@ def test_row44_vmap_over_thresholds_is_refused(device: str) -> None:
         torch.func.vmap(lambda p: attention(q, k, v, p))(torch.tensor([0.1, 0.2], device=device))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch before 2.5 has no rules for vmap"
+)
+def test_row44_jacrev(device: str) -> None:
+    """Row by row, what one backward of that row gives."""
+    q, k, v = CASE.inputs(device)[:3]
+    q = q.detach().requires_grad_()
+
+    def some(query: Tensor) -> Tensor:
+        return attention(query, k, v, 0.3, causal=True)[0, 100:103, 1, 2]
+
+    jacobian = torch.func.jacrev(some)(q.detach())
+    for row, element in zip(jacobian, some(q), strict=True):
+        assert torch.equal(row, torch.autograd.grad(element, q, retain_graph=True)[0])
+
+
 def test_row44_forward_mode_is_refused(device: str) -> None:
     tensors = CASE.inputs(device)[:3]
     with pytest.raises((NotImplementedError, RuntimeError), match=r"forward-mode|forward AD|jvp"):
