@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ from examples.train_lm.__main__ import (
     load_text,
     windows,
 )
+from examples.train_lm.arguments import device, make_folder, probability, whole
 
 TARGETS = (Target(cosine=0.99), Target(relative_l2=0.1))
 PEAK_LEARNING_RATE = DEFAULTS["small"]["learning_rate"]
@@ -44,6 +46,8 @@ MOST = 0.95  # of the heads
 
 def draw(text: Tensor, count: int, size: int, context: int, seed: int, device: str) -> list[Tensor]:
     """Batches of ``size`` random windows."""
+    if len(text) < context + 2:
+        raise SystemExit(f"--context {context}: accepted are whole numbers to {len(text) - 2}")
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context - 1, (count, size), generator=generator)
     return [windows(text, start, context, device) for start in starts]
@@ -53,12 +57,17 @@ def trained_model(args: argparse.Namespace, text: Tensor) -> LanguageModel:
     path = args.out / f"model_{args.steps}_{args.context}_{args.seed}.pt"
     run = Run(0.0, args.seed, args.device)
     if path.exists():
-        run.model.load_state_dict(torch.load(path, weights_only=True))
+        try:
+            run.model.load_state_dict(torch.load(path, weights_only=True))
+        except Exception as error:  # which one depends on the bytes of a damaged file
+            raise SystemExit(f"{path}: damaged ({type(error).__name__}); remove it") from None
         return run.model
     batches = draw(text, args.steps, 1, args.context, args.seed, args.device)
     for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
         run.step(batch, learning_rate(PEAK_LEARNING_RATE, step, args.steps))
-    torch.save(run.model.state_dict(), path)
+    partial = path.with_suffix(".partial")  # so that it is there whole or not at all
+    torch.save(run.model.state_dict(), partial)
+    os.replace(partial, path)
     return run.model
 
 
@@ -100,20 +109,30 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=300, help="of training (%(default)s)")
-    parser.add_argument("--context", type=int, default=2048, help="bytes read (%(default)s)")
-    parser.add_argument("--batches", type=int, default=8, help="to calibrate on (%(default)s)")
-    parser.add_argument("--unseen", type=int, default=8, help="to check on (%(default)s)")
-    parser.add_argument("--size", type=int, default=1, help="windows in a batch (%(default)s)")
+    parser.add_argument("--steps", type=whole(1), default=300, help="of training (%(default)s)")
+    parser.add_argument("--context", type=whole(1), default=2048, help="bytes read (%(default)s)")
+    parser.add_argument("--batches", type=whole(1), default=8, help="to calibrate on (%(default)s)")
+    parser.add_argument("--unseen", type=whole(1), default=8, help="to check on (%(default)s)")
+    parser.add_argument("--size", type=whole(1), default=1, help="windows in a batch (%(default)s)")
     parser.add_argument(
-        "--values", type=float, nargs="+", help="negl_prob to measure (default: calibrate's own)"
+        "--values",
+        type=probability,
+        nargs="+",
+        help="negl_prob to measure (default: calibrate's own)",
     )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there are kernels)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument(
+        "--device", type=device, help="cpu or cuda (default: cuda where there are kernels)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="of weights and data (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
+    values = args.values or []
+    if values[:1] == [0.0] or any(a >= b for a, b in itertools.pairwise(values)):
+        parser.error(f"--values {values}: accepted are ascending numbers above 0 and below 1")
     args.device = args.device or default_device()
-    args.out.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", args.out)
     train_text, other_text = load_text()
     model = trained_model(args, train_text)
 

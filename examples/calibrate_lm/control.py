@@ -31,6 +31,7 @@ from examples.train_lm.__main__ import (
     learning_rate,
     load_text,
 )
+from examples.train_lm.arguments import device, make_folder, whole
 from examples.train_lm.compare import record_calls
 
 from .__main__ import PEAK_LEARNING_RATE, draw
@@ -38,19 +39,21 @@ from .__main__ import PEAK_LEARNING_RATE, draw
 
 def check(model: LanguageModel, batches: list[torch.Tensor]) -> dict[str, list[float]]:
     """Error and density of every head, with the thresholds in force."""
+    thresholds = [attention.negl_prob for attention in model.attentions()]
     sums: dict[int, back_lite.GradientComparison] = {}
     for batch in batches:
         for layer, call in enumerate(record_calls(model, batch)):
-            value = model.attentions()[layer].negl_prob
             tensors = call.query, call.key, call.value, call.grad_out
-            found = back_lite.compare_gradients(*tensors, [value], **call.options)
+            found = back_lite.compare_gradients(*tensors, [thresholds[layer]], **call.options)
             sums[layer] = sums[layer] + found if layer in sums else found
     return {
         "error": torch.cat([found.error[0] for found in sums.values()]).tolist(),
         "density": torch.cat([found.density[0] for found in sums.values()]).tolist(),
-        "negl_prob": [float(v) for a in model.attentions() for v in torch.as_tensor(a.negl_prob)]
-        if all(torch.as_tensor(a.negl_prob).dim() for a in model.attentions())
-        else [],
+        "negl_prob": [
+            value
+            for layer, found in sums.items()
+            for value in torch.as_tensor(thresholds[layer]).expand(found.num_heads).tolist()
+        ],
     }
 
 
@@ -87,34 +90,45 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=240, help="of training (%(default)s)")
-    parser.add_argument("--context", type=int, default=1024, help="bytes read (%(default)s)")
-    parser.add_argument("--size", type=int, default=1, help="windows in a batch (%(default)s)")
-    parser.add_argument("--every", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("--warmup", type=int, default=40, help="(%(default)s)")
-    parser.add_argument("--check", type=int, default=20, help="steps between (%(default)s)")
-    parser.add_argument("--unseen", type=int, default=4, help="batches to check on (%(default)s)")
+    parser.add_argument("--steps", type=whole(1), default=240, help="of training (%(default)s)")
+    parser.add_argument("--context", type=whole(1), default=1024, help="bytes read (%(default)s)")
+    parser.add_argument("--size", type=whole(1), default=1, help="windows in a batch (%(default)s)")
+    parser.add_argument("--every", type=whole(1), default=10, help="(%(default)s)")
+    parser.add_argument("--warmup", type=whole(0), default=40, help="(%(default)s)")
+    parser.add_argument("--check", type=whole(1), default=20, help="steps between (%(default)s)")
+    parser.add_argument(
+        "--unseen", type=whole(1), default=4, help="batches to check on (%(default)s)"
+    )
     parser.add_argument("--relative-l2", type=float, default=0.1, help="target (%(default)s)")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there are kernels)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    parser.add_argument(
+        "--device", type=device, help="cpu or cuda (default: cuda where there are kernels)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="of weights and data (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
-    device = args.device or default_device()
+    if args.steps // args.check * args.check <= args.warmup:
+        parser.error(f"--steps {args.steps}: accepted are enough for a check after the warm-up")
+    try:
+        target = Target(relative_l2=args.relative_l2)
+    except ValueError as error:
+        parser.error(str(error))
+    args.device = args.device or default_device()
     # Of the CPU its own time: other programs run there too.
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    args.out.mkdir(parents=True, exist_ok=True)
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    make_folder("--out", args.out)
     train_text, other_text = load_text()
-    target = Target(relative_l2=args.relative_l2)
-    run = Run(0.0, args.seed, device)
+    run = Run(0.0, args.seed, args.device)
     records: list[dict[str, Any]] = []
     controller = back_lite.Controller(
         run.model, target, every=args.every, warmup=args.warmup, log=records.append
     )
-    unseen = draw(other_text, args.unseen, args.size, args.context, args.seed + 2, device)
+    unseen = draw(other_text, args.unseen, args.size, args.context, args.seed + 2, args.device)
     checks: list[dict[str, Any]] = []
     seconds: dict[int, list[float]] = {}  # of a step, by the layers measured in it
     idle: list[float] = []  # of the controller, in a step without a measurement
-    batches = draw(train_text, args.steps, args.size, args.context, args.seed, device)
+    batches = draw(train_text, args.steps, args.size, args.context, args.seed, args.device)
     for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
         start, known = clock(), len(records)
         run.step(batch, learning_rate(PEAK_LEARNING_RATE, step, args.steps))
@@ -141,7 +155,7 @@ def main() -> None:
         **describe(),
         "median_error_over_target": ratios,
         "skipped": [1.0 - statistics.fmean(c["density"]) for c in after],
-        "clock": "CPU" if device == "cpu" else "wall",
+        "clock": "CPU" if args.device == "cpu" else "wall",
         "step_seconds": medians,
         "idle_seconds": statistics.median(idle) if idle else None,
         "cost_at_every_100": cost,
