@@ -31,6 +31,7 @@ from . import report
 from .arguments import (
     device,
     different,
+    fitting,
     make_folder,
     positive,
     probability,
@@ -139,7 +140,8 @@ def train(
     runs = [Run(p, args.seed, args.device, shape, args.exact_steps) for p in args.negl_prob]
     data = torch.Generator().manual_seed(args.seed)
     if state is not None:
-        restore(state, runs, data, args.device)
+        with fitting("--resume", args.out / "checkpoint.pt"):
+            restore(state, runs, data, args.device)
     done = runs[0].num_steps
     logs = [Log(args.out / "tensorboard" / run.name, done) for run in runs]
     bar = tqdm(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,12 @@ def read_checkpoint(option: str, path: Path, names: tuple[str, ...]) -> dict[str
     if not isinstance(state, dict) or any(name not in state for name in names):
         raise SystemExit(f"{option}: {path} is no checkpoint of examples.train_lm")
     return state
+
+
+@contextlib.contextmanager
+def fitting(option: str, path: Path) -> Iterator[None]:
+    """Around what loads a checkpoint's weights: they may be those of another version's model."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        raise SystemExit(f"{option}: {path} does not fit: {' '.join(str(error).split())}") from None

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from back_lite import BackLite
 from torch import Tensor, nn
 
-from .arguments import read_checkpoint
+from .arguments import fitting, read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def load_trained(
         raise SystemExit(
             f"--run: {checkpoint} has no training with {negl_prob}: {list(state['runs'])}"
         )
-    model = LanguageModel(0.0, SHAPES[state["settings"]["size"]]).to(device)
-    model.load_state_dict(state["runs"][negl_prob]["model"])
+    with fitting("--checkpoint", checkpoint):
+        model = LanguageModel(0.0, SHAPES[state["settings"]["size"]]).to(device)
+        model.load_state_dict(state["runs"][negl_prob]["model"])
     return model, state["settings"]

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.train_lm.model import load_trained
+
 ROOT = Path(__file__).parents[2]
 train_lm: Any = pytest.importorskip(
     "examples.train_lm.__main__", reason="the examples show a progress bar with tqdm"
@@ -148,7 +150,15 @@ def test_a_training_goes_on_only_as_it_was_begun(
     torch.save(state | {"text": {**state["text"], "sha256": "0"}}, checkpoint)
     with pytest.raises(SystemExit, match="begun with another text"):
         run_here(monkeypatch, *resume)
-    torch.save(state["runs"][0.5]["model"], checkpoint)
+    weights = state["runs"][0.5]["model"]
+    for other in ({**weights, "head.weight": torch.zeros(1)}, {}):
+        run = {**state["runs"][0.5], "model": other}
+        torch.save({**state, "runs": {0.5: run}}, checkpoint)
+        with pytest.raises(SystemExit, match=r"checkpoint\.pt does not fit: .*head\.weight"):
+            run_here(monkeypatch, *resume)
+        with pytest.raises(SystemExit, match=r"checkpoint\.pt does not fit: .*head\.weight"):
+            load_trained(checkpoint, 0.5, "cpu")
+    torch.save(weights, checkpoint)
     with pytest.raises(SystemExit, match="is no checkpoint of"):
         run_here(monkeypatch, *resume)
     for damaged in (whole[:-9], whole[:1000], b"", b"text"):
