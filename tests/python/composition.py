@@ -176,7 +176,8 @@ def listening(attn: BackLite) -> Iterator[list[Heard]]:
 def check_checkpointing(use_reentrant: bool, negl_prob: float, device: str) -> None:
     """The recomputed output, LSE and tile bits are bitwise the same, and on the CPU all gradients.
 
-    On the GPU they differ as much as those of two runs without a checkpoint.
+    On the GPU gradients are sums in an order that changes from run to run, which may flip the last
+    bit of a bfloat16: 2^-8 of it.
     """
     block, x = make_block(negl_prob, device)
 
@@ -198,15 +199,10 @@ def check_checkpointing(use_reentrant: bool, negl_prob: float, device: str) -> N
         for a, b in zip(plain, recomputed, strict=True):
             assert torch.equal(a, b)
         return
-    runs = [_joined(step(block, block, x)) for _ in range(6)]
-    spread = max(float((a - b).norm()) for a in runs for b in runs)
-    reruns = [_joined(step(checkpointed, block, x)) for _ in range(6)]
-    distance = max(float((a - b).norm()) for a in runs for b in reruns)
-    assert distance <= 2.0 * spread, (distance, spread)
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.double().flatten() for t in tensors])
+    for _ in range(6):
+        for i, (a, b) in enumerate(zip(step(checkpointed, block, x), plain, strict=True)):
+            difference, size = float((a - b).double().norm()), float(b.double().norm())
+            assert difference <= 2.0**-8 * size, f"result {i}: {difference} of {size}"
 
 
 def check_selective_checkpointing(negl_prob: float, device: str) -> None:
