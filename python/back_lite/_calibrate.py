@@ -282,6 +282,8 @@ def calibrate(
         raise TypeError(f"target = {target!r}: accepted is a back_lite.Target")
     if per not in PER:
         raise ValueError(f"per = {per!r}: accepted are {', '.join(map(repr, PER))}")
+    if step is not None and not callable(step):
+        raise TypeError(f"step = {step!r}: accepted is a function of the model and a batch")
     if isinstance(margin, bool) or not isinstance(margin, (int, float)):
         raise TypeError(f"margin = {margin!r}: accepted are numbers from 0")
     if not 0.0 <= margin < math.inf:

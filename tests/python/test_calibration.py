@@ -512,6 +512,7 @@ def other_heads_step(model: nn.Module, batch: Tensor) -> None:
         (Model(), {"batches": 3}, "batches = int: accepted is an iterable"),
         (Model(), {"target": 0.1}, "target = 0.1"),
         (Model(), {"per": "batch"}, "per = 'batch'"),
+        (Model(), {"step": "loss"}, "step = 'loss': accepted is a function"),
         (Model(), {"margin": -1}, "margin = -1: accepted are finite numbers from 0"),
         (Model(), {"margin": math.nan}, "margin = nan"),
         (Model(), {"margin": "wide"}, "margin = 'wide'"),
