@@ -14,7 +14,7 @@ class Log:
         dropped."""
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
+        except ImportError:  # absent, or too old for this torch
             self._writer = None
         else:
             self._writer = SummaryWriter(str(folder), purge_step=done + 1)
