@@ -98,8 +98,11 @@ def back_lite_attention(
         if options.get(name) is not None and options[name] is not False:
             raise NotImplementedError(f"{name} is given: {reason}")
     # With use_cache the library does not look for packed sequences, and asks no mask for them.
-    first = getattr(module, "layer_idx", 0) == 0
-    if first and position_ids is not None and (position_ids.diff(dim=-1) != 1).any():
+    if (
+        module.back_lite_is_first  # once a forward: it waits for the GPU
+        and position_ids is not None
+        and (position_ids.diff(dim=-1) != 1).any()
+    ):
         raise NotImplementedError(
             "position_ids start again: packed sequences are not supported yet; accepted is one "
             "sequence a row"
@@ -115,6 +118,7 @@ def use_back_lite(model: PreTrainedModel, negl_prob: float = 0.0) -> list[BackLi
         for module in model.modules():
             if hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx"):
                 module.back_lite = BackLite(negl_prob)
+                module.back_lite_is_first = not attentions  # of hybrid models, not the first layer
                 attentions.append(module.back_lite)
     if not attentions:
         raise ValueError(f"model = {type(model).__name__}: no attention with num_key_value_groups")

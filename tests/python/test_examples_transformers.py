@@ -111,6 +111,16 @@ def test_refused_by_name(options: dict[str, Any], message: str) -> None:
         model(tokens(), **options)
 
 
+def test_packed_is_refused_where_the_first_layer_has_no_attention() -> None:
+    """Hybrid models mix attention with other layers."""
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx += 1
+    use_back_lite(model)
+    with pytest.raises(NotImplementedError, match="position_ids start again"):
+        model(tokens(), position_ids=PACKED, use_cache=True)
+
+
 def test_dropout_is_refused() -> None:
     model = tiny_model()
     model.model.layers[0].self_attn.attention_dropout = 0.1
