@@ -3,6 +3,7 @@
 
 #include "common/mask.h"
 #include "sm90/layout.h"
+#include "sm90/registers.h"
 
 namespace backlite::backward_sm90 {
 
@@ -55,13 +56,11 @@ struct D64 {
   static constexpr BackwardConfig kConfig = kD64;
 };
 
-constexpr bool fits_register_file(const BackwardConfig& config) {
-  constexpr int kRegisterFile = 65536;
-  const int total = sm90::kWarpgroupThreads *
-                    (kConsumers * config.consumer_registers + config.producer_registers);
-  return total <= kRegisterFile && config.query_stages % config.tiles_at_once == 0 &&
-         config.consumer_registers % 8 == 0 && config.producer_registers % 8 == 0;
+constexpr bool is_valid(const BackwardConfig& config) {
+  return sm90::fits_register_file(kConsumers, config.consumer_registers,
+                                  config.producer_registers) &&
+         config.query_stages % config.tiles_at_once == 0;
 }
-static_assert(fits_register_file(kD128) && fits_register_file(kD64));
+static_assert(is_valid(kD128) && is_valid(kD64));
 
 }  // namespace backlite::backward_sm90

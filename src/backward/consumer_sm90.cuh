@@ -26,7 +26,6 @@
 #include "sm90/math.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
-#include "sm90/wgmma_small.cuh"
 
 namespace backlite::backward_sm90 {
 

@@ -8,7 +8,7 @@
 #include "schedule/layout_sm90.h"
 #include "sm90/barrier.cuh"
 #include "sm90/layout.h"
-#include "sm90/wgmma_small.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace backlite::backward_sm90 {
 

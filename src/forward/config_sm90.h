@@ -3,6 +3,7 @@
 
 #include "common/mask.h"  // BACKLITE_HOST_DEVICE
 #include "sm90/layout.h"
+#include "sm90/registers.h"
 
 namespace backlite::forward_sm90 {
 
@@ -87,17 +88,10 @@ struct D64PairStatistics {
   static constexpr ForwardConfig kConfig = with_statistics(kD64Pair);
 };
 
-// A block starts with as many registers a thread, in units of 8, as the register file has for all
-// of its threads. setmaxnreg moves them between warpgroups, and never returns if it asks for more.
 constexpr bool fits_register_file(const ForwardConfig& config) {
-  constexpr int kRegisterFile = 65536, kUnit = 8;
-  const int at_start = kRegisterFile / config.num_threads() / kUnit * kUnit * config.num_threads();
-  const int total = sm90::kWarpgroupThreads *
-                    (config.num_consumers * config.consumer_registers + config.producer_registers);
-  return total <= at_start && config.consumer_registers % kUnit == 0 &&
-         config.producer_registers % kUnit == 0;
+  return sm90::fits_register_file(config.num_consumers, config.consumer_registers,
+                                  config.producer_registers);
 }
-
 static_assert(fits_register_file(kD128) && fits_register_file(with_statistics(kD128)));
 static_assert(fits_register_file(kD64) && fits_register_file(with_statistics(kD64)));
 static_assert(fits_register_file(kD64Pair) && fits_register_file(with_statistics(kD64Pair)));

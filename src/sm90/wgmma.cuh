@@ -139,6 +139,47 @@ BACKLITE_DEFINE_WGMMA(Float16, "f16", 128, 64, 65, 66, 67, 68, 69, 70)
 BACKLITE_DEFINE_WGMMA(BFloat16, "bf16", 176, 88, 89, 90, 91, 92, 93, 94)
 BACKLITE_DEFINE_WGMMA(Float16, "f16", 176, 88, 89, 90, 91, 92, 93, 94)
 
+// Operands without swizzle consist of core matrices: 8 rows of 8 elements, 128 contiguous bytes.
+// The leading offset (low half of the descriptor, from bit 16) leads from one core matrix to the
+// next along the depth, the stride offset (high half) to the next eight rows. An offset of zero
+// reads the same core matrix again.
+inline constexpr int kCoreRows = 8;
+inline constexpr int kCoreBytes = 128;
+
+BACKLITE_SM90_HOST_DEVICE constexpr uint32_t core_descriptor_high(uint32_t stride_bytes) {
+  return stride_bytes / kChunkBytes;
+}
+
+// D (64 x N) += A (64 x 16) * B^T (N x 16), both in shared memory, in core matrices; N is 64 or
+// 128. kAHigh, kBHigh: core_descriptor_high of each.
+template <typename Element, uint32_t kAHigh, uint32_t kBHigh>
+struct CoreStep;
+
+#define BACKLITE_CORE_STEP(TYPE, N, I0, I1, I2, I3)                                         \
+  __device__ static __forceinline__ void issue(float (&d)[N / 2], uint32_t a, uint32_t b) { \
+    asm volatile(                                                                           \
+        "{\n.reg .b64 a, b;\n"                                                              \
+        "mov.b64 a, {%" #I0 ", %" #I2                                                       \
+        "};\n"                                                                              \
+        "mov.b64 b, {%" #I1 ", %" #I3                                                       \
+        "};\n"                                                                              \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                     \
+        " " BACKLITE_WGMMA_REGISTERS##N ", a, b, 1, 1, 1, 0, 0;\n}"                         \
+        : BACKLITE_WGMMA_OUT##N(d)                                                          \
+        : "r"(a), "r"(b), "n"(kAHigh), "n"(kBHigh));                                        \
+  }
+#define BACKLITE_DEFINE_CORE_STEP(ELEMENT, TYPE)  \
+  template <uint32_t kAHigh, uint32_t kBHigh>     \
+  struct CoreStep<ELEMENT, kAHigh, kBHigh> {      \
+    BACKLITE_CORE_STEP(TYPE, 64, 32, 33, 34, 35)  \
+    BACKLITE_CORE_STEP(TYPE, 128, 64, 65, 66, 67) \
+  };
+
+BACKLITE_DEFINE_CORE_STEP(BFloat16, "bf16")
+BACKLITE_DEFINE_CORE_STEP(Float16, "f16")
+
+#undef BACKLITE_CORE_STEP
+#undef BACKLITE_DEFINE_CORE_STEP
 #undef BACKLITE_DEFINE_WGMMA
 #undef BACKLITE_WGMMA_OUT8
 #undef BACKLITE_WGMMA_OUT64
