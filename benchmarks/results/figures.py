@@ -11,33 +11,20 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from benchmarks.pictures import GREY, STYLE, name_ends, new_figure
 
 from .data import Data, contexts, differences, live_shares, pair_ms
 
-matplotlib.use("Agg")
-
 # Okabe and Ito's palette: told apart by colour-blind readers too.
-GREY, BLACK = "#5f5f5f", "#222222"
+BLACK = "#222222"
 COLOURS = defaultdict(lambda: "#CC79A7", {0.0: BLACK, 0.01: "#56B4E9", 0.02: "#009E73",
                       0.05: "#0072B2", 0.1: "#E69F00", 0.2: "#D55E00"})  # fmt: skip
-HEAD_INCHES = 0.8  # title and subtitle
-STYLE: dict[str, Any] = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#ebebeb",
-    "axes.axisbelow": True,
-    "savefig.dpi": 110,
-}
 
 
 def draw(data: Data, folder: Path) -> None:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | {"savefig.dpi": 110}):
         if 0.0 in data.trainings:
             draw_training(data).savefig(folder / "results_training.png")
         if data.steps:
@@ -46,34 +33,6 @@ def draw(data: Data, folder: Path) -> None:
             draw_layers(data).savefig(folder / "results_layers.png")
         if data.stages is not None:
             draw_stages(data).savefig(folder / "results_stages.png")
-
-
-def new_figure(size: tuple[float, float], title: str, subtitle: str) -> Figure:
-    width, height = size
-    below = (0.0, 0.0, 1.0, 1.0 - HEAD_INCHES / height)
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(rect=below))
-    figure.text(0.12 / width, 1 - 0.12 / height, title, va="top", weight="bold", size=14)
-    figure.text(0.12 / width, 1 - 0.45 / height, subtitle, va="top", color=GREY)
-    return figure
-
-
-def name_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
-    """Names lines at their right ends: (text, height, colour) each, without overlap."""
-    low, high = axes.get_ylim()
-    lowest = -1.0
-    for text, height, colour in sorted(ends, key=lambda end: end[1]):
-        lowest = max((height - low) / (high - low), lowest + 0.065)
-        axes.annotate(
-            text,
-            (1.0, lowest),
-            xycoords="axes fraction",
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            weight="bold",
-            annotation_clip=False,
-        )
 
 
 def draw_training(data: Data) -> Figure:

@@ -12,14 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from .report import History, Result, Tiles
+from benchmarks.pictures import GREY, STYLE, name_ends, new_figure
 
-matplotlib.use("Agg")
+from .report import History, Result, Tiles
 
 Array: TypeAlias = NDArray[Any]
 
@@ -28,25 +27,13 @@ QUERY_TILE, KEY_TILE = 64, 128
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 PINK, SKY, RED = "#CC79A7", "#56B4E9", "#D55E00"
 LAYER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
-GREY, SKIPPED = "#5f5f5f", "#d9d9d9"
-HEAD_INCHES = 0.8  # title and subtitle
+SKIPPED = "#d9d9d9"
 LEAST_SHADE = 1e-3  # probability of a tile, in the tile map
 TILE_SHADES = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0.1, 1.0, 256)))
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#ebebeb",
-    "axes.axisbelow": True,
-    "savefig.dpi": 160,
-}
 
 
 def draw_all(result: Result, tiles: Sequence[Tiles], folder: Path) -> None:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | {"savefig.dpi": 160}):
         draw_loss(result).savefig(folder / "loss.png")
         draw_skipped(result).savefig(folder / "skipped.png")
         draw_tiles(result, tiles).savefig(folder / "tiles.png")
@@ -54,7 +41,7 @@ def draw_all(result: Result, tiles: Sequence[Tiles], folder: Path) -> None:
 
 def draw_loss(result: Result) -> Figure:
     exact, sparse = result.runs["exact"], result.runs["sparse"]
-    figure = _figure(
+    figure = new_figure(
         (9, 5.8),
         "Loss of the same model, trained with exact and with sparse gradients",
         f"Loss on unseen text. The sparse training skipped {_skipped(sparse)[1].mean():.0%} of the "
@@ -68,14 +55,14 @@ def draw_loss(result: Result) -> Figure:
     top.plot(steps, exact_loss, color=SKY, linewidth=7, solid_capstyle="round")
     top.plot(steps, sparse_loss, **thin)
     ends = [("exact", exact_loss[-1], BLUE), ("sparse", sparse_loss[-1], "black")]
-    _label_ends(top, [(f"{name}: {loss:.3f}", loss, colour) for name, loss, colour in ends])
+    name_ends(top, [(f"{name}: {loss:.3f}", loss, colour) for name, loss, colour in ends])
     top.set_ylabel("validation loss (nats per byte)")
     difference = sparse_loss - exact_loss
     bottom.axhline(0, color=SKY, linewidth=4)
     bottom.plot(steps, difference, **thin)
     reach = 1.3 * max(0.01, np.abs(difference).max())
     bottom.set_ylim(-reach, reach)
-    _label_ends(bottom, [(f"sparse - exact:\n{difference[-1]:+.3f}", 0.0, "black")])
+    name_ends(bottom, [(f"sparse - exact:\n{difference[-1]:+.3f}", 0.0, "black")])
     bottom.set_ylabel("difference")
     bottom.set_xlabel("training step")
     bottom.set_xlim(0, steps[-1])
@@ -84,7 +71,7 @@ def draw_loss(result: Result) -> Figure:
 
 def draw_skipped(result: Result) -> Figure:
     steps, skipped = _skipped(result.runs["sparse"])
-    figure = _figure(
+    figure = new_figure(
         (9, 5),
         "How much of the attention backward is skipped, layer by layer",
         "As attention becomes selective, more tiles are negligible: together they hold less than "
@@ -103,7 +90,7 @@ def draw_skipped(result: Result) -> Figure:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylabel("share of tiles skipped")
     axes.set_xlabel("training step")
-    _label_ends(axes, ends)
+    name_ends(axes, ends)
     return figure
 
 
@@ -112,7 +99,7 @@ def draw_tiles(result: Result, layers: Sequence[Tiles]) -> Figure:
     tiles = layers[layer]
     allowed, live = tiles.allowed, tiles.live[head]
     num_skipped = int(allowed.sum() - live.sum())
-    figure = _figure(
+    figure = new_figure(
         (11, 5.6),
         f"Exact forward, sparse backward: {num_skipped / allowed.sum():.0%} of this head's "
         "attention tiles are skipped",
@@ -146,35 +133,6 @@ def draw_tiles(result: Result, layers: Sequence[Tiles]) -> Figure:
         frameon=False,
     )
     return figure
-
-
-def _figure(size: tuple[float, float], title: str, subtitle: str) -> Figure:
-    width, height = size
-    below = (0.0, 0.0, 1.0, 1.0 - HEAD_INCHES / height)
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(rect=below))
-    left = 0.12 / width
-    figure.text(left, 1 - 0.12 / height, title, va="top", weight="bold", size=14)
-    figure.text(left, 1 - 0.45 / height, subtitle, va="top", color=GREY)
-    return figure
-
-
-def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
-    """Names lines at their right ends, (text, height, colour) each; names do not overlap."""
-    low, high = axes.get_ylim()
-    lowest = -1.0
-    for text, height, colour in sorted(ends, key=lambda end: end[1]):
-        lowest = max((height - low) / (high - low), lowest + 0.06)
-        axes.annotate(
-            text,
-            (1.0, lowest),
-            xycoords="axes fraction",
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            weight="bold",
-            annotation_clip=False,
-        )
 
 
 def _show(axes: Axes, values: Array, **style: Any) -> AxesImage:
