@@ -74,7 +74,13 @@ def step(
 def assert_steps_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """Where the same maths is rounded in other places: to bfloat16 on the GPU; in float32, sums
     over the rows of x go in another order."""
-    bound = 2.0**-6 if ours[0].is_cuda else 2.0**-23 * (2 * LENGTHS["cpu"]) ** 0.5
+    assert_within(
+        ours, theirs, 2.0**-6 if ours[0].is_cuda else 2.0**-23 * (2 * LENGTHS["cpu"]) ** 0.5
+    )
+
+
+def assert_within(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
+    """The norm of the difference is at most ``bound`` of theirs, for each result."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         difference, size = float((a - b).double().norm()), float(b.double().norm())
         assert difference <= bound * size, f"result {i}: {difference} of {size}"
@@ -200,9 +206,7 @@ def check_checkpointing(use_reentrant: bool, negl_prob: float, device: str) -> N
             assert torch.equal(a, b)
         return
     for _ in range(6):
-        for i, (a, b) in enumerate(zip(step(checkpointed, block, x), plain, strict=True)):
-            difference, size = float((a - b).double().norm()), float(b.double().norm())
-            assert difference <= 2.0**-8 * size, f"result {i}: {difference} of {size}"
+        assert_within(step(checkpointed, block, x), plain, 2.0**-8)
 
 
 def check_selective_checkpointing(negl_prob: float, device: str) -> None:
