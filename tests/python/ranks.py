@@ -7,6 +7,7 @@ from the data of both.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,8 @@ def main() -> None:
     try:
         SCENARIOS[scenario](rank, device)
     finally:
+        # Torch aborts at the exit of some processes that still have a DDP wrapper then.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -327,6 +327,7 @@ def test_state_of_another_kind_is_refused() -> None:
 
 
 RANK = """
+import gc
 import sys
 import torch
 import torch.distributed as dist
@@ -337,19 +338,27 @@ from test_calibration_controller import TARGET, Model, draw
 rank, path = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-model = Model()
-model.dropout.eval()
-wrapped = DistributedDataParallel(model)
-controller = Controller(wrapped, TARGET, every=2, warmup=2)
-assert list(controller._modules) == ["layers.0", "layers.1"]
-for step in range(6):
-    loss = wrapped(draw(2 * step + rank, batch=1))
-    if rank == 1 and step == 3:
-        loss = loss * float("nan")  # on one rank alone: the other's measurement counts
-    loss.backward()
-    model.zero_grad()
-    controller.step()
-print([layer.negl_prob.tolist() for layer in model.layers])
+
+
+def train():
+    model = Model()
+    model.dropout.eval()
+    wrapped = DistributedDataParallel(model)
+    controller = Controller(wrapped, TARGET, every=2, warmup=2)
+    assert list(controller._modules) == ["layers.0", "layers.1"]
+    for step in range(6):
+        loss = wrapped(draw(2 * step + rank, batch=1))
+        if rank == 1 and step == 3:
+            loss = loss * float("nan")  # on one rank alone: the other's measurement counts
+        loss.backward()
+        model.zero_grad()
+        controller.step()
+    print([layer.negl_prob.tolist() for layer in model.layers])
+
+
+train()
+# Torch aborts at the exit of some processes that still have a DDP wrapper then.
+gc.collect()
 dist.destroy_process_group()
 """
 
