@@ -49,9 +49,11 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   using Element = AnyElement;
   static constexpr BackwardConfig kConfig = Config::kConfig;
   static constexpr int kTileElements = kQueries * kConfig.head_dim;
-  // Query tiles whose dQ is on its way. A stage is free when its tile's dQ has been handed over, so
-  // the reducer may be two behind: with so many the loader overwrites none that is yet to be read.
-  static constexpr int kReduceSlots = kConfig.query_stages + 2;
+  // Query tiles whose dQ is on its way, and the mark that ends them. A step's stages are free when
+  // its dQ has been handed over, for which the reducer must have taken the step before, one tile of
+  // it at least: so the loader is at most this many ahead and overwrites none that is yet to be
+  // read.
+  static constexpr int kReduceSlots = kConfig.query_stages + kConfig.tiles_at_once + 1;
 
   // The small things come first: compute-sanitizer takes the operands of the row terms' step for
   // 2 KiB each and reports them where the block's memory ends sooner.
