@@ -126,8 +126,12 @@ def check_link(repository: Repository, document: Path, target: str) -> str | Non
 
 
 def check_options(script: Path, words: list[str]) -> list[str]:
-    """The --options that neither the script nor its package mentions."""
-    package = script.parent.glob("*.py") if script.name == "__main__.py" else [script]
+    """The --options that neither the script, its package nor a neighbour it imports mentions."""
+    if script.name == "__main__.py":
+        package = [*script.parent.glob("*.py")]
+    else:
+        names = re.findall(r"^from \.(\w+) import", script.read_text(), re.MULTILINE)
+        package = [script, *(script.with_name(f"{name}.py") for name in names)]
     text = "\n".join(path.read_text() for path in package)
     options = [word.split("=")[0] for word in words if word.startswith("--")]
     return [f"{script.name} has no option {option}" for option in options if option not in text]

@@ -16,7 +16,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import back_lite
@@ -30,12 +29,13 @@ from examples.train_lm.__main__ import (
     DEFAULTS,
     LanguageModel,
     Run,
-    default_device,
     learning_rate,
     load_text,
     windows,
 )
-from examples.train_lm.arguments import device, make_folder, probability, whole
+from examples.train_lm.arguments import probability, whole
+
+from .arguments import make_parser, prepare
 
 TARGETS = (Target(cosine=0.99), Target(relative_l2=0.1))
 PEAK_LEARNING_RATE = DEFAULTS["small"]["learning_rate"]
@@ -104,35 +104,21 @@ def judge(target: Target, chosen: Calibration, unseen: Calibration) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.calibrate_lm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "examples.calibrate_lm", __doc__, steps=300, context=DEFAULTS["small"]["context"], unseen=8
     )
-    parser.add_argument("--steps", type=whole(1), default=300, help="of training (%(default)s)")
-    parser.add_argument("--context", type=whole(1), default=2048, help="bytes read (%(default)s)")
     parser.add_argument("--batches", type=whole(1), default=8, help="to calibrate on (%(default)s)")
-    parser.add_argument("--unseen", type=whole(1), default=8, help="to check on (%(default)s)")
-    parser.add_argument("--size", type=whole(1), default=1, help="windows in a batch (%(default)s)")
     parser.add_argument(
         "--values",
         type=probability,
         nargs="+",
         help="negl_prob to measure (default: calibrate's own)",
     )
-    parser.add_argument(
-        "--device", type=device, help="cpu or cuda (default: cuda where there are kernels)"
-    )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of weights and data (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
     args = parser.parse_args()
     values = args.values or []
     if values[:1] == [0.0] or any(a >= b for a, b in itertools.pairwise(values)):
         parser.error(f"--values {values}: accepted are ascending numbers above 0 and below 1")
-    args.device = args.device or default_device()
-    make_folder("--out", args.out)
+    prepare(args)
     train_text, other_text = load_text()
     model = trained_model(args, train_text)
 

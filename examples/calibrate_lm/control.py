@@ -8,7 +8,6 @@ whole. Writes control.json and control.png into --out. The learning rate is that
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -27,14 +26,14 @@ from benchmarks.machine import describe
 from examples.train_lm.__main__ import (
     LanguageModel,
     Run,
-    default_device,
     learning_rate,
     load_text,
 )
-from examples.train_lm.arguments import device, make_folder, whole
+from examples.train_lm.arguments import whole
 from examples.train_lm.compare import record_calls
 
 from .__main__ import PEAK_LEARNING_RATE, draw
+from .arguments import make_parser, prepare
 
 
 def check(model: LanguageModel, batches: list[torch.Tensor]) -> dict[str, list[float]]:
@@ -85,28 +84,14 @@ def draw_checks(checks: list[dict[str, Any]], target: Target, warmup: int, path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.calibrate_lm.control",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "examples.calibrate_lm.control", __doc__, steps=240, context=1024, unseen=4
     )
-    parser.add_argument("--steps", type=whole(1), default=240, help="of training (%(default)s)")
-    parser.add_argument("--context", type=whole(1), default=1024, help="bytes read (%(default)s)")
-    parser.add_argument("--size", type=whole(1), default=1, help="windows in a batch (%(default)s)")
-    parser.add_argument("--every", type=whole(1), default=10, help="(%(default)s)")
-    parser.add_argument("--warmup", type=whole(0), default=40, help="(%(default)s)")
-    parser.add_argument("--check", type=whole(1), default=20, help="steps between (%(default)s)")
-    parser.add_argument(
-        "--unseen", type=whole(1), default=4, help="batches to check on (%(default)s)"
-    )
-    parser.add_argument("--relative-l2", type=float, default=0.1, help="target (%(default)s)")
-    parser.add_argument(
-        "--device", type=device, help="cpu or cuda (default: cuda where there are kernels)"
-    )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of weights and data (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("build/calibrate_lm"), help="folder")
+    add = parser.add_argument
+    add("--every", type=whole(1), default=10, help="(%(default)s)")
+    add("--warmup", type=whole(0), default=40, help="(%(default)s)")
+    add("--check", type=whole(1), default=20, help="steps between (%(default)s)")
+    add("--relative-l2", type=float, default=0.1, help="target (%(default)s)")
     args = parser.parse_args()
     if args.steps // args.check * args.check <= args.warmup:
         parser.error(f"--steps {args.steps}: accepted are enough for a check after the warm-up")
@@ -114,10 +99,9 @@ def main() -> None:
         target = Target(relative_l2=args.relative_l2)
     except ValueError as error:
         parser.error(str(error))
-    args.device = args.device or default_device()
+    prepare(args)
     # Of the CPU its own time: other programs run there too.
     clock = time.process_time if args.device == "cpu" else time.perf_counter
-    make_folder("--out", args.out)
     train_text, other_text = load_text()
     run = Run(0.0, args.seed, args.device)
     records: list[dict[str, Any]] = []

@@ -28,7 +28,8 @@ def _parse() -> argparse.Namespace:
         "calibrate",
         help="choose negl_prob from measured gradient errors",
         description="Chooses the largest negl_prob that meets a target, from the gradients of real "
-        "batches. Interrupted, it keeps what it found, and the same command goes on.",
+        "batches. Interrupted, it keeps what it found, and the same command goes on; a file of a "
+        "whole run stays until another is done.",
     )
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -92,14 +93,27 @@ def _calibrate(args: argparse.Namespace) -> int:
             return 130
         interrupted = True
         found = choose(Measurement.load(partial), target, args.per, complete=False)
-    found.save(args.out)
     print(found)
+    if interrupted and _is_whole(args.out):
+        print(f"Interrupted: {args.out} is still that of before; the same command goes on")
+        return 130
+    found.save(args.out)
     if interrupted:
         print(f"Interrupted: {args.out} is of the batches so far; the same command goes on")
         return 130
     partial.unlink(missing_ok=True)  # another process may have worked on it
     print(f"Wrote {args.out}; back_lite.load_calibration(model, {str(args.out)!r}) applies it")
     return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a file that half a result must not replace: any but another half one."""
+    try:
+        return Calibration.load(path).complete
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):  # of another version, say
+        return True
 
 
 def _report(args: argparse.Namespace) -> int:

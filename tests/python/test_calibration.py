@@ -805,6 +805,23 @@ def test_command_line_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["found.json", "script.py"]
 
 
+def test_interrupted_command_line_leaves_a_whole_file(tmp_path: Path) -> None:
+    """Whatever it is, another version's say, but not one that was interrupted itself."""
+    path = tmp_path / "found.json"
+    assert command(tmp_path, "make_batches(1)", "--cosine", "0.99").returncode == 0
+    for content in (path.read_text(), "{}"):
+        path.write_text(content)
+        process = command(tmp_path, "interrupted_after(1)", "--cosine", "0.9")
+        assert process.returncode == 130, process.stderr
+        assert "found.json is still that of before" in process.stdout
+        assert path.read_text() == content
+    path.unlink()
+    for count in (1, 2):
+        process = command(tmp_path, f"interrupted_after({count})", "--cosine", "0.9")
+        assert "found.json is of the batches so far" in process.stdout
+        assert Calibration.load(path).batches == count
+
+
 def test_command_line_says_what_is_wrong(tmp_path: Path) -> None:
     for batches, more, words in (
         ("[]", ("--cosine", "0.99"), "error: batches is empty"),

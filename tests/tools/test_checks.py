@@ -105,6 +105,8 @@ DOCUMENTED = {
     "CMakePresets.json": '{"version": 6, "configurePresets": [{"name": "release"}]}',
     "include/backlite/backlite.h": "",
     "examples/train/__main__.py": 'parser.add_argument("--steps")\n',
+    "examples/train/plot.py": "from .options import add\n",
+    "examples/train/options.py": 'parser.add_argument("--size")\n',
     "benchmarks/cpu.py": 'os.environ.get("BACK_LITE_VERBOSE")\n',
     "docs/maths.md": "# The maths, in steps\n\n[Start](../README.md), `benchmarks/cpu.py`\n",
     "README.md": """# Project
@@ -113,6 +115,7 @@ Set `BACK_LITE_VERBOSE=1`, then `make test` or `make demo`; 3/4 of `torch.compil
 ```bash
 make demo ARGS="--steps 3" && python -m examples.train --steps 3
 BACK_LITE_VERBOSE=1 python benchmarks/cpu.py  # prints; then | ends
+python -m examples.train.plot --size 3
 cmake --preset release
 python -m pip install .
 ```
@@ -144,6 +147,7 @@ def test_docs_pass_where_all_exists(tmp_path: Path) -> None:
         ("```bash\nmake test && make bench\n```", "make bench"),
         ("```bash\npython benchmarks/gone.py\n```", "benchmarks/gone.py"),
         ("```bash\npython -m examples.train --epochs 3\n```", "--epochs"),
+        ("```bash\npython -m examples.train.plot --steps 3\n```", "--steps"),
         ("```bash\npython benchmarks/cpu.py --quick\n```", "--quick"),
         ("```bash\ncmake --preset fast\n```", "fast"),
         ("```bash\ntools/gone.sh\n```", "tools/gone.sh"),
