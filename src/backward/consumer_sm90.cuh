@@ -53,18 +53,6 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kSize], int relative
   }
 }
 
-// A step of one consumer: one or two tiles of a column.
-template <int kTiles>
-struct Step {
-  int stage;  // of its first tile
-  int slot;   // of its item
-  int first_key;
-  int query_tiles[kTiles];  // within the head, with kOnlyTile
-  bool is_first;            // of its item
-  bool is_last;
-  bool is_full;  // has kTiles tiles
-};
-
 // All of one consumer's threads.
 template <typename Config, bool kIsSparse, typename Shared>
 __device__ __forceinline__ void consume(const BackwardParams& params, Shared& shared, int consumer,
@@ -131,66 +119,33 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
                                        sm90::swizzled_offset(kQueries, lane_query, lane_key);
   const float masked = params.scale_log2 > 0.0f ? -INFINITY : INFINITY;
 
-  sm90::Ring<kConfig.query_stages / kTiles> stage;  // of the next step
-  sm90::Ring<kItemSlots> slot;                      // of the next item
-  int num_left = 0;                                 // tiles of the item that are not yet taken
-  int buffer = 0;                                   // of dS
+  sm90::Ring<kConfig.query_stages / kTiles> stage;  // of the step
+  sm90::Ring<kItemSlots> slot;                      // of the item
   uint32_t value_parity = 0;
   uint32_t grad_query_parity = 1;
-  int stored_slot = -1;  // of the item whose dK and dV are on their way out
-  Step<kTiles> now;
-
-  // The last stores have read shared memory: what they were in is free.
-  const auto release_stored = [&] {
-    if (thread == 0) {
-      sm90::tma_store_wait_read();
-      shared.key_empty[stored_slot].arrive();
-    }
-    stored_slot = -1;
-  };
-
-  // Waits for the next step; false if there is none.
-  const auto take_step = [&] {
-    now.is_first = num_left == 0;
-    if (now.is_first) {
-      shared.key_full[slot.stage].wait(slot.parity);
-      num_left = sm90::warp_uniform(shared.item[slot.stage].num_live);
-      if (num_left == 0) return false;
-      now.slot = slot.stage;
-      now.first_key = sm90::warp_uniform(shared.item[slot.stage].key_tile) * kKeys;
-      slot.advance();
-      shared.value_full.wait(value_parity);
-      value_parity ^= 1;
-    }
-    now.stage = stage.stage * kTiles;
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      shared.tile_full[now.stage + t].wait(stage.parity);
-    }
-    now.is_full = num_left >= kTiles;
-    now.is_last = num_left <= kTiles;
-    num_left = now.is_last ? 0 : num_left - kTiles;
-    stage.advance();
-    return true;
-  };
+  int buffer = 0;           // of dS
+  bool has_stored = false;  // dK and dV of the item before are on their way out
+  int first_key = 0;
+  int query_tiles[kTiles] = {};  // within the head, with kOnlyTile
+  bool is_full = true;           // the step has kTiles tiles
 
   // (1)
   const auto issue_scores = [&] {
-    const uint32_t a = key_operand + now.slot * kKeyStep;
-    const uint32_t b = query_operand + now.stage * kStageStep;
+    const uint32_t a = key_operand + slot.stage * kKeyStep;
+    const uint32_t b = query_operand + stage.stage * (kTiles * kStageStep);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kD / kStep; ++k) {
       ProductS::template with_shared_a<false>(scores, a + sm90::step_along_columns(kKeys, k),
                                               b + sm90::step_along_columns(kQueries, k), k > 0);
     }
-    TermsStep::issue(scores, lse_ones, terms_operand + now.stage * kTermsStep);
+    TermsStep::issue(scores, lse_ones, terms_operand + stage.stage * (kTiles * kTermsStep));
     sm90::wgmma_commit();
   };
 
   // (4)
   const auto issue_grad_probs = [&] {
-    const uint32_t b = grad_out_operand + now.stage * kStageStep;
+    const uint32_t b = grad_out_operand + stage.stage * (kTiles * kStageStep);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kD / kStep; ++k) {
@@ -198,21 +153,21 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
                                               value_operand + sm90::step_along_columns(kKeys, k),
                                               b + sm90::step_along_columns(kQueries, k), k > 0);
     }
-    TermsStep::issue(grad_probs, delta_ones, terms_operand + now.stage * kTermsStep);
+    TermsStep::issue(grad_probs, delta_ones, terms_operand + stage.stage * (kTiles * kTermsStep));
     sm90::wgmma_commit();
   };
 
   // (2)
   const auto take_exponentials = [&] {
     const int diagonal = static_cast<int>(params.mask.offset);
-    const int keys_left = static_cast<int>(params.mask.key_length) - now.first_key;
+    const int keys_left = static_cast<int>(params.mask.key_length) - first_key;
     const auto mask_tile = [&]<int kTile>() {
-      const int first_query = (now.query_tiles[kTile] & ~kOnlyTile) * kQueries;
-      const int relative = now.first_key - first_query - diagonal;  // of the tile's first corner
-      const bool is_full = relative - (kQueries - 1) >= -params.mask_left &&
-                           relative + kKeys - 1 <= params.mask_right && keys_left >= kKeys;
-      const bool exists = kTile == 0 || now.is_full;
-      if (!is_full || !exists) {
+      const int first_query = (query_tiles[kTile] & ~kOnlyTile) * kQueries;
+      const int relative = first_key - first_query - diagonal;  // of the tile's first corner
+      const bool sees_all = relative - (kQueries - 1) >= -params.mask_left &&
+                            relative + kKeys - 1 <= params.mask_right && keys_left >= kKeys;
+      const bool exists = kTile == 0 || is_full;
+      if (!sees_all || !exists) {
         const int key = consumer * sm90::kMmaRows + sm90::fragment_row(thread, 0);
         const int query = sm90::fragment_column(thread, 0);
         mask_scores<kTile * kQueries / 2>(scores, relative + key - query, params.mask_left,
@@ -239,10 +194,12 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
         probs[j] = sm90::pack<Element>(scores[2 * j], scores[2 * j + 1]);
       }
     }
-    if (stored_slot >= 0) {
-      // dV of the item before leaves through dS's place.
-      release_stored();
+    if (has_stored) {
+      // dV of the item before leaves through dS's place, dK through that of its K.
+      if (thread == 0) sm90::tma_store_wait_read();
       sm90::named_barrier_sync(kBothConsumers, kBothThreads);
+      if (lane == 0) shared.key_empty[slot.stage ^ 1].arrive();
+      has_stored = false;
     }
     constexpr int kStepsOfTile = kQueries / kStep;
 #pragma unroll
@@ -257,13 +214,13 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
 
   // (3), (7), (6)
   const auto issue_gradients = [&] {
-    const uint32_t stage_step = now.stage * kStageStep;
+    const uint32_t stage_step = stage.stage * (kTiles * kStageStep);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kRows / kStep; ++k) {
       ProductK::template with_register_a<true>(
           grad_value, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
-          grad_out_rows + stage_step + sm90::step_along_rows(k), k > 0 || !now.is_first);
+          grad_out_rows + stage_step + sm90::step_along_rows(k), 1);
     }
     sm90::wgmma_commit();
 
@@ -275,7 +232,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       ProductQ::template with_shared_a<true>(
           grad_query,
           scores_operand + buffer * kTiles * kScoresStep + sm90::step_along_columns(kQueries, k),
-          key_rows + now.slot * kKeyStep + sm90::step_along_rows(k), k > 0);
+          key_rows + slot.stage * kKeyStep + sm90::step_along_rows(k), k > 0);
     }
     sm90::wgmma_commit();
     sm90::wgmma_wait<1>();
@@ -283,13 +240,11 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kRows / kStep; ++k) {
-      ProductK::template with_register_a<true>(grad_key, grad_scores[4 * k], grad_scores[4 * k + 1],
-                                               grad_scores[4 * k + 2], grad_scores[4 * k + 3],
-                                               query_rows + stage_step + sm90::step_along_rows(k),
-                                               k > 0 || !now.is_first);
+      ProductK::template with_register_a<true>(
+          grad_key, grad_scores[4 * k], grad_scores[4 * k + 1], grad_scores[4 * k + 2],
+          grad_scores[4 * k + 3], query_rows + stage_step + sm90::step_along_rows(k), 1);
     }
     sm90::wgmma_commit();
-    buffer ^= 1;
   };
 
   // Rows of an accumulator to shared memory, swizzled, in the caller's type.
@@ -315,9 +270,8 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   // dQ to its warp.
   const auto hand_over_grad_query = [&] {
     const int place = kSharesTiles ? consumer : 0;
-    if (place > 0 && !now.is_full) return;
-    const int query_tile =
-        kSharesTiles && consumer > 0 ? now.query_tiles[kTiles - 1] : now.query_tiles[0];
+    if (place > 0 && !is_full) return;
+    const int query_tile = kSharesTiles && consumer > 0 ? query_tiles[kTiles - 1] : query_tiles[0];
     shared.grad_query_empty[place].wait(grad_query_parity);
     grad_query_parity ^= 1;
     if (kIsSparse && (query_tile & kOnlyTile) != 0) {
@@ -337,8 +291,8 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   };
 
   // dK and dV of an item.
-  const auto store_item = [&](int item_slot, int first_key) {
-    const schedule_sm90::WorkItem& item = shared.item[item_slot];
+  const auto store_item = [&] {
+    const schedule_sm90::WorkItem& item = shared.item[slot.stage];
     if (item.part_slot >= 0) {
       constexpr int kFragment = sm90::kMmaRows * kD;
       float* const parts =
@@ -355,13 +309,13 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       add(grad_value, parts);
       add(grad_key, parts + kConsumers * kFragment);
       __syncwarp();
-      if (lane == 0) shared.key_empty[item_slot].arrive();
+      if (lane == 0) shared.key_empty[slot.stage].arrive();
       return;
     }
     // The staging is free once both consumers are done with (7).
     sm90::named_barrier_sync(kBothConsumers, kBothThreads);
     Element* const value_rows = shared.grad_value(consumer);
-    Element* const key_rows_out = shared.grad_key(item_slot, consumer);
+    Element* const key_rows_out = shared.grad_key(slot.stage, consumer);
     stage_rows(grad_value, 1.0f, value_rows, 0);
     stage_rows(grad_key, params.grad_scale, key_rows_out, 0);
     sm90::fence_async_proxy();
@@ -379,53 +333,64 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
         store(params.grad_key, key_rows_out);
       }
       sm90::tma_store_commit();
-    } else if (lane == 0) {
-      shared.key_empty[item_slot].arrive();
     }
-    stored_slot = item_slot;  // which thread 0 keeps
+    has_stored = true;  // which keeps the item's slot
   };
 
-  int ended_slot = -1;  // of an item whose dK and dV are still in registers
-  int ended_key = 0;
+  for (;; slot.advance(), value_parity ^= 1) {
+    shared.key_full[slot.stage].wait(slot.parity);
+    const int num_live = shared.item[slot.stage].num_live;
+    if (num_live == 0) break;
+    first_key = shared.item[slot.stage].key_tile * kKeys;
+    shared.value_full.wait(value_parity);
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) {
+      grad_key[i] = 0.0f;
+      grad_value[i] = 0.0f;
+    }
+
 #pragma unroll 1
-  while (take_step()) {
-    // Waited for already; but if ptxas does not see it here it waits again, after (4).
-    sm90::wgmma_wait<0>();
+    for (int left = num_live; left > 0; left -= kTiles) {
+      is_full = left >= kTiles;
+      const int first = stage.stage * kTiles;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) shared.tile_full[first + t].wait(stage.parity);
+      // Read here: beside products from shared memory a load would wait for most of them.
+      // One lane a warp reads, the one that hands the stages back.
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        query_tiles[t] = sm90::warp_uniform(lane == 0 ? shared.query_tile[first + t] : 0);
+      }
+      issue_scores();
+      issue_grad_probs();
+
+      sm90::wgmma_wait<1>();
+      sm90::pin(scores);
+      take_exponentials();
+
+      sm90::wgmma_wait<0>();
+      sm90::pin(grad_probs);
+      if (left <= kTiles && lane == 0) shared.value_empty.arrive();
+      take_grad_scores();
+      issue_gradients();
+
+      sm90::wgmma_wait<1>();
+      sm90::pin(grad_query);
+      hand_over_grad_query();  // beside (6)
+      sm90::wgmma_wait<0>();
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) shared.tile_empty[first + t].arrive();
+      }
+      stage.advance();
+      buffer ^= 1;
+    }
     sm90::pin(grad_key);
     sm90::pin(grad_value);
-    issue_scores();
-    issue_grad_probs();
-    // Read here: before (1) its first product would wait for what is not needed before (2).
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) now.query_tiles[t] = shared.query_tile[now.stage + t];
-    if (ended_slot >= 0) store_item(ended_slot, ended_key);  // beside (1) and (4)
-
-    sm90::wgmma_wait<1>();
-    sm90::pin(scores);
-    take_exponentials();
-
-    sm90::wgmma_wait<0>();
-    sm90::pin(grad_probs);
-    if (now.is_last && lane == 0) shared.value_empty.arrive();
-    take_grad_scores();
-    issue_gradients();
-
-    sm90::wgmma_wait<1>();
-    sm90::pin(grad_query);
-    hand_over_grad_query();  // beside (6)
-    sm90::wgmma_wait<0>();
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) shared.tile_empty[now.stage + t].arrive();
-    }
-    ended_slot = now.is_last ? now.slot : -1;
-    ended_key = now.first_key;
+    store_item();
   }
-  sm90::pin(grad_key);
-  sm90::pin(grad_value);
-  if (ended_slot >= 0) store_item(ended_slot, ended_key);
-  if (stored_slot >= 0 && thread == 0) sm90::tma_store_wait_read();
+  if (has_stored && thread == 0) sm90::tma_store_wait_read();
 }
 
 }  // namespace backlite::backward_sm90
