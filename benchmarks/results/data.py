@@ -62,6 +62,7 @@ class Data:
     layers: dict[str, Json] = field(default_factory=dict)  # by name of the model
     steps: list[Json] = field(default_factory=list)
     smollm2: Json | None = None
+    smollm2_steps: Json | None = None
     stages: Json | None = None
 
 
@@ -71,6 +72,7 @@ NAMES = {
     "training": ("settings", "text", "run"),
     "layers": ("settings", "layers"),
     "smollm2": ("settings", "forward", "layers", "trainings"),
+    "smollm2_steps": ("settings", "shapes"),
     "speed": ("contexts",),
     "stages": ("fa4", "lengths"),
 }
@@ -120,7 +122,11 @@ def load(folder: Path) -> Data:
         path = folder / f"{kind}.json"
         return read(path, kind) if path.exists() else None
 
-    data = Data(smollm2=read_one("smollm2"), stages=read_one("stages"))
+    data = Data(
+        smollm2=read_one("smollm2"),
+        smollm2_steps=read_one("smollm2_steps"),
+        stages=read_one("stages"),
+    )
     for run in read_trainings(folder / "training"):
         data.trainings.setdefault(run.negl_prob, []).append(run)
     data.again = read_trainings(folder / "training_again")
@@ -181,25 +187,6 @@ def length_name(length: int) -> str:
 
 def live_shares(row: Json) -> list[str]:
     return [name.removeprefix("backward_") for name in row["density"]]
-
-
-def from_parts(data: Data, layers: int, length: int) -> dict[str | None, float]:
-    """Milliseconds of a step of one sequence, by share of live tiles; None is exact.
-
-    Attention is that of the stages, layers times. The rest is what the exact step at 32k takes
-    besides, in proportion to the length.
-    """
-    if data.stages is None:
-        return {}
-    rows = {row["length"]: row for row in data.stages["lengths"]}
-    whole = {c["context"]: c["steps"] for _, c in contexts(data) if c["sequences"] == 1}
-    base = 32768
-    if length not in rows or base not in rows or base not in whole:
-        return {}
-    exact = next(row["step_ms"] for row in whole[base] if row["negl_prob"] == 0.0)
-    rest = (exact - layers * pair_ms(rows[base], None)) * length / base
-    shares = [None, *live_shares(rows[length])]
-    return {share: layers * pair_ms(rows[length], share) + rest for share in shares}
 
 
 def break_even(row: Json) -> float:

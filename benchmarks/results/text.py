@@ -15,7 +15,6 @@ from .data import (
     Training,
     contexts,
     differences,
-    from_parts,
     length_name,
     live_shares,
     machine,
@@ -25,7 +24,6 @@ from .data import (
 )
 from .limits import does_not_pay
 
-LAYERS = 6  # of the model in examples/train_lm
 # 97.5% of Student's t, by the number of values
 STUDENT_T = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 
@@ -123,13 +121,25 @@ def significance(data: Data) -> str:
         "the last quarter of a training. Mean differences, in their standard errors: "
         f"{', '.join(away)}; with {len(exact)} seeds chance alone stays within {bound} of them in "
         f"95% of the cases. Beyond that: {', '.join(beyond) or 'none'}. Another seed moves the "
-        f"exact loss by {statistics.stdev(exact):.3f}."
-        + "".join(
-            f" The same training twice ({label(run.negl_prob)}, seed {run.seed}: sums on a GPU "
-            f"have no fixed order) ended {apart[-1]:.4f} apart, and was up to {max(apart):.4f} "
-            "apart before."
-            for run, apart in repeated(data)
-        )
+        f"exact loss by {statistics.stdev(exact):.3f}." + noise(data)
+    )
+
+
+def noise(data: Data) -> str:
+    """How far apart the same training ends twice."""
+    ends: dict[float, list[float]] = {}
+    for run, apart in repeated(data):
+        ends.setdefault(run.negl_prob, []).append(apart[-1])
+    if not ends:
+        return ""
+    found = [
+        f"{statistics.fmean(apart):.4f} ({label(value)}, "
+        + ("1 seed)" if len(apart) == 1 else f"{len(apart)} seeds, at most {max(apart):.4f})")
+        for value, apart in ends.items()
+    ]
+    return (
+        " The same training made twice, whose sums have no fixed order on a GPU, at times with "
+        f"kernels that had changed a little, ended apart by {', by '.join(found)}."
     )
 
 
@@ -143,8 +153,8 @@ def whole_steps(data: Data) -> Iterator[str]:
         "bytes. At longer contexts only time is measured: the weights have not learned to use "
         f"them, and what is skipped there is what these weights skip. {machine(first)}."
     )
-    for found in data.steps:
-        yield command(found["command"])
+    for text in dict.fromkeys(found["command"] for found, _ in contexts(data)):
+        yield command(text)
     yield "![Speed of whole training steps by context](images/results_steps.png)"
     rows = []
     for _, context in contexts(data):
@@ -162,23 +172,11 @@ def whole_steps(data: Data) -> Iterator[str]:
     yield table(
         ("sequences x bytes", "attention", "tiles skipped", "step, ms", "times exact's speed"), rows
     )
-    yield "±: half of the middle 50% of the times. Ratios are medians over turns."
-    measured = [context["context"] for _, context in contexts(data)]
-    length = data.stages["lengths"][-1]["length"] if data.stages is not None else 0
-    parts = from_parts(data, LAYERS, length)
-    if parts and length not in measured:
-        gains = [
-            f"{parts[None] / time:.2f} times as fast with {float(share):.0%} live"
-            for share, time in parts.items()
-            if share is not None
-        ]
-        at_32k = from_parts(data, LAYERS, 32768)["0.5"]
-        yield (
-            f"A whole step of {length_name(length)} was not timed. The sum of its parts, attention "
-            "as in the stages below and the rest in proportion to the length, is "
-            f"{parts[None]:.0f} ms exact, and {', '.join(gains)}. (For 32k and half of the tiles "
-            f"live such a sum is {at_32k:.1f} ms.)"
-        )
+    turns = ", ".join(
+        f"{context['steps'][0]['rounds']} at {length_name(context['context'])}"
+        for _, context in contexts(data)
+    )
+    yield f"±: half of the middle 50% of the times. Ratios are medians over turns: {turns}."
 
 
 # --------------------------------------------------------------------------------------- layers
@@ -228,6 +226,10 @@ def layers(data: Data) -> Iterator[str]:
         yield f"At 0.05, by layer:\n\n{by_layer(model, 0.05)}"
 
 
+def attention_name(name: str) -> str:
+    return {"sdpa": "SDPA", "0": "BackLite, exact"}.get(name, f"BackLite, {name}")
+
+
 def smollm2(data: Data) -> Iterator[str]:
     if data.smollm2 is None:
         return
@@ -255,12 +257,45 @@ def smollm2(data: Data) -> Iterator[str]:
     )
     rows = []
     for name, run in found["trainings"].items():
-        shown = {"sdpa": "SDPA", "0": "BackLite, exact"}.get(name, f"BackLite, {name}")
         (_, before), *_, (_, after) = run["validation"]
         share = statistics.fmean(run["skipped"]) if run["skipped"] else 0.0
         milliseconds = 1e3 * statistics.median(run["step_seconds"])
+        shown = attention_name(name)
         rows.append((shown, f"{before:.4f}", f"{after:.4f}", f"{share:.0%}", f"{milliseconds:.1f}"))
     yield table(("attention", "validation loss before", "after", "tiles skipped", "step, ms"), rows)
+    yield from smollm2_steps(data)
+
+
+def smollm2_steps(data: Data) -> Iterator[str]:
+    if data.smollm2_steps is None:
+        return
+    found = data.smollm2_steps
+    yield "### Its step at other shapes, and what the host has to do with it"
+    yield (
+        "The same architecture with random weights, whose attention is even: 0.7 skips about what "
+        "0.05 skips in the trained model. Whole steps, all in turns, and the time in which any "
+        "kernel of a step runs: where the step takes longer, the GPU waits for the host, which "
+        f"launches {found['settings']['layers']} layers of small kernels from Python. "
+        f"{machine(found)}."
+    )
+    yield command(found["command"])
+    rows = []
+    for shape in found["shapes"]:
+        for row in shape["steps"]:
+            rows.append(
+                (
+                    f"{shape['sequences']} x {shape['context']}",
+                    attention_name(row["attention"]),
+                    f"{row['skipped']:.0%}",
+                    f"{row['step_ms']:.1f} ± {50 * row['spread']:.1f}%",
+                    f"{row['kernel_ms']:.1f}",
+                    f"{row['speedup_over_sdpa']:.2f}",
+                )
+            )
+    yield table(
+        ("sequences x tokens", "attention", "tiles skipped", "step, ms", "of which kernels run",
+         "times SDPA's speed"), rows,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------- stages
@@ -283,17 +318,29 @@ def stages(data: Data) -> Iterator[str]:
     )
     yield command(found["command"])
     yield "![Forward and backward against cuDNN, by length](images/results_stages.png)"
-    live = [f"backward, {float(share):.0%} live" for share in shares]
+    live = {f"backward_{share}": f"backward, {float(share):.0%} live" for share in shares}
+    columns = {
+        "cuDNN_forward": "cuDNN forward",
+        "FA4_forward": "FA4 forward",
+        "forward": "forward",
+        "forward_with_statistics": "with statistics",
+        **{name: name for name in EXTRA},
+        "cuDNN_backward": "cuDNN backward",
+        "FA4_backward": "FA4 backward",
+        "backward": "backward",
+        **live,
+    }
+    there = {n: title for n, title in columns.items() if any(n in row["ms"] for row in rows)}
     yield table(
-        ("length", "cuDNN forward", "forward", "with statistics", "select", "schedule",
-         "cuDNN backward", "backward", *live),
+        ("length", *there.values()),
         (
-            (length_name(row["length"]), *(f"{row['ms'][name]:.3f}" for name in
-             ("cuDNN_forward", "forward", "forward_with_statistics", *EXTRA, "cuDNN_backward",
-              "backward", *(f"backward_{share}" for share in shares))))
+            (
+                length_name(row["length"]),
+                *(f"{row['ms'][name]:.3f}" if name in row["ms"] else "" for name in there),
+            )
             for row in rows
         ),
-    )  # fmt: skip
+    )
     yield (
         "The backward's times hold the schedule. Peak memory of forward and backward beside the "
         "inputs, MB, output and gradients included:"

@@ -116,21 +116,28 @@ class Training:
         found: Tensor = self.outputs(tokens).loss
         return found
 
-    def step(self, tokens: Tensor) -> None:
-        start = time.perf_counter()
-        rate = self.learning_rate * min(1.0, (len(self.history["train_loss"]) + 1) / WARMUP_STEPS)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def update(self, tokens: Tensor) -> float:
+        """One step of the optimizer; returns the loss, for which it waits for the device."""
         loss = self.loss(tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.history["train_loss"].append(loss.item())  # waits for the device
+        return loss.item()
+
+    def skipped(self) -> float:
+        """Share of tiles in the last step, mean over the layers; waits for each."""
+        return 1.0 - statistics.fmean(a.last_density or 0.0 for a in self.back_lite)
+
+    def step(self, tokens: Tensor) -> None:
+        start = time.perf_counter()
+        rate = self.learning_rate * min(1.0, (len(self.history["train_loss"]) + 1) / WARMUP_STEPS)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.history["train_loss"].append(self.update(tokens))
         self.history["step_seconds"].append(time.perf_counter() - start)
         if self.back_lite:
-            densities = [a.last_density or 0.0 for a in self.back_lite]
-            self.history["skipped"].append(1.0 - statistics.fmean(densities))
+            self.history["skipped"].append(self.skipped())
 
     @torch.no_grad()
     def validate(self, windows: list[Tensor]) -> None:

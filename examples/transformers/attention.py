@@ -89,7 +89,8 @@ def back_lite_attention(
     # As the library's own functions ask: the argument, or else the module.
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotImplementedError("is_causal = False: accepted is causal attention")
-    if not hasattr(module, "back_lite"):
+    attention: BackLite | None = getattr(module, "back_lite", None)
+    if attention is None:
         raise ValueError(
             f"{type(module).__name__} has no BackLite module: accepted are attention layers that "
             "use_back_lite(model) has prepared"
@@ -107,8 +108,8 @@ def back_lite_attention(
             "position_ids start again: packed sequences are not supported yet; accepted is one "
             "sequence a row"
         )
-    turned = (x.transpose(1, 2) for x in (query, key, value))
-    return module.back_lite(*turned, scale=scaling, causal=True), None
+    turned = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return attention(*turned, scale=scaling, causal=True), None
 
 
 def use_back_lite(model: PreTrainedModel, negl_prob: float = 0.0) -> list[BackLite]:

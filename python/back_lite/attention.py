@@ -74,12 +74,14 @@ def _attend(
 
 def _autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
     # As torch's own operators do it: float64 keeps its precision. What is no tensor or on another
-    # device is refused later, by name.
+    # device is refused later, by name. Nor is it worth a call (2 us of the host) where nothing is
+    # to be cast.
     if (
         isinstance(tensor, Tensor)
-        and tensor.device.type == device_type
-        and tensor.is_floating_point()
+        and tensor.dtype != dtype
         and tensor.dtype != torch.float64
+        and tensor.is_floating_point()
+        and tensor.device.type == device_type
     ):
         return tensor.to(dtype)
     return tensor

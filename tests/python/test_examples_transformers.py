@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ if not is_torch_available():
     pytest.skip("transformers does not accept this torch", allow_module_level=True)
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.transformers.__main__ import Training
 from examples.transformers.attention import use_back_lite
+from examples.transformers.speed import measure, shape
 
 LENGTH = 300
 
@@ -152,3 +155,24 @@ def test_a_model_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="model = Linear"):
         use_back_lite(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_steps_are_timed_in_turns_and_change_no_weight() -> None:
+    model = tiny_model()
+    trainings = {name: Training(model, name, learning_rate=0.0) for name in ("sdpa", "0", "0.7")}
+    sdpa, exact, sparse = measure(trainings, tokens(), rounds=3)
+    assert [row["attention"] for row in (sdpa, exact, sparse)] == list(trainings)
+    assert sdpa["speedup_over_sdpa"] == 1.0
+    assert exact["step_ms"] > 0.0
+    assert exact["skipped"] == 0.0
+    assert 0.3 < sparse["skipped"] < 0.8
+    for training in trainings.values():
+        for ours, theirs in zip(training.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_shapes_of_steps() -> None:
+    assert shape("4x8192") == (4, 8192)
+    for text in ("8192", "0x8192", "4x1", "4x", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="accepted are whole numbers"):
+            shape(text)

@@ -14,11 +14,10 @@ from benchmarks.results.data import (
     Training,
     break_even,
     differences,
-    from_parts,
     load,
     repeated,
 )
-from benchmarks.results.text import write
+from benchmarks.results.text import noise, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,19 +102,18 @@ def test_break_even(extra_ms: float, skipped: float) -> None:
     assert break_even(row(extra_ms)) == pytest.approx(skipped)
 
 
-def test_a_step_from_its_parts() -> None:
-    """The rest of a step, 70 ms at 32k, grows with the length; attention as it was measured."""
-    long = row(4.0)
-    long["ms"] = {name: 4 * time for name, time in long["ms"].items()}
-    steps = [{"negl_prob": None, "step_ms": 99.0}, {"negl_prob": 0.0, "step_ms": 100.0}]
-    data = Data(
-        stages={"lengths": [{**row(4.0), "length": 32768}, {**long, "length": 65536}]},
-        steps=[{"contexts": [{"context": 32768, "sequences": 1, "steps": steps}]}],
-    )
-    found = from_parts(data, 2, 65536)
-    assert found[None] == 2 * 4 * 15.0 + 2 * 70.0
-    assert found["0.5"] == 2 * 4 * (5.0 + 4.0 + 6.0) + 2 * 70.0
-    assert from_parts(data, 2, 1 << 20) == {}
+STAGES = json.loads((ROOT / "docs/results/stages.json").read_text())
+
+
+def test_a_peer_has_a_column_where_it_was_measured(tmp_path: Path) -> None:
+    short, long = STAGES["lengths"][0], STAGES["lengths"][-1]
+    there = {**short, "ms": {**short["ms"], "FA4_forward": 12.5, "FA4_backward": 25.25}}
+    content = {**STAGES, "fa4": True, "lengths": [there, long]}
+    assert "FA4" not in write(Data(stages={**content, "lengths": [long]}))
+    header, _, first, last = re.findall(r"^\|.*", write(Data(stages=content)), re.MULTILINE)[:4]
+    places = [header.split("|").index(f" FA4 {name} ") for name in ("forward", "backward")]
+    assert [first.split("|")[place] for place in places] == [" 12.500 ", " 25.250 "]
+    assert [last.split("|")[place].strip() for place in places] == ["", ""]
 
 
 def training(negl_prob: float, seed: int, *losses: float) -> Training:
@@ -133,3 +131,7 @@ def test_trainings_are_compared_by_seed() -> None:
     )
     assert differences(data, 0.1) == [0.5]
     assert [apart for _, apart in repeated(data)] == [[0.5, 0.25]]
+    assert noise(data).endswith("ended apart by 0.2500 (exact, 1 seed).")
+    data.again.append(training(0.0, 0, 3.0, 2.5))
+    assert noise(data).endswith("ended apart by 0.3750 (exact, 2 seeds, at most 0.5000).")
+    assert noise(Data()) == ""
