@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from back_lite import mask_tiles, ops, pack_tiles, reference
-from gpu import PEERS, Case, check, dense_cases, in_turns, run
+from gpu import HAS_FA4, PEERS, Case, check, dense_cases, in_turns, run
 from rows import Row, faster_row, mean_row, slower_row
 from tiles import MODEL_HEADS, MODEL_LAYERS, model_tiles, random_tiles
 from timing import Timing
@@ -50,6 +50,21 @@ class Problem:
         leaves = [t.detach().requires_grad_() for t in self.inputs]
         out = PEERS[name](*leaves, self.case.causal)
         return lambda: torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
+
+    def fa4_lists(self, live: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """FlashAttention 4's backward, each key tile with the list of its live query tiles."""
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        columns = live.transpose(2, 3).cuda()
+        count = columns.sum(-1, dtype=torch.int32)
+        tiles = columns.logical_not().sort(-1, stable=True).indices.int()
+        # No tile of the first two, whose elements would be masked one by one.
+        lists = BlockSparseTensorsTorch(
+            torch.zeros_like(count), tiles, count, tiles, block_size=(64, 128)
+        )
+        tensors = *self.inputs, self.out, self.grad_out, self.lse
+        return lambda: _flash_attn_bwd(*tensors, block_sparse_tensors=lists)
 
     def allowed(self) -> Tensor:
         tiles = mask_tiles(self.case.length, self.case.length, causal=self.case.causal)
@@ -111,6 +126,12 @@ def bench_random() -> Iterator[Row]:
             }
             for density, words in bits.items():
                 functions[f"{density:.0%}"] = partial(problem.ours, words)
+            listed = (0.1, 0.05) if HAS_FA4 and head_dim == 128 else ()
+            for density in listed:
+                functions[f"FA4 {density:.0%}"] = lists = problem.fa4_lists(choices[density])
+                pairs = zip(("dQ", "dK", "dV"), lists(), problem.ours(bits[density]), strict=True)
+                for gradient, a, b in pairs:
+                    check(f"{gradient} of FA4 with lists, {density:.0%}, {case}", a, b)
             times = in_turns(functions)
             pair = times["100%"], times["dense"]
             yield slower_row("random", f"{case} 100% as bits", "our dense", pair, 1.02)
@@ -120,6 +141,9 @@ def bench_random() -> Iterator[Row]:
                     bar *= 1.2
                 label = f"{case} {density:.0%} live"
                 yield r_row("random", label, density, times[f"{density:.0%}"], times["cuDNN"], bar)
+                if density in listed:
+                    pair = times[f"{density:.0%}"], times[f"FA4 {density:.0%}"]
+                    yield faster_row("random", label, "FA4 lists", pair, None)
 
 
 def bench_masks() -> Iterator[Row]:
