@@ -45,7 +45,7 @@ def leaves_of(case: Case) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3, [0.0, 0.1, 0.2, 0.3]])
-def test_a_module_without_weights_need_not_be_moved(negl_prob: Any) -> None:
+def test_a_module_its_copies_and_one_made_on_meta_need_not_be_moved(negl_prob: Any) -> None:
     leaves = leaves_of(CASE)
     expected = hopper.library(CASE, CASE.inputs("cuda"), negl_prob)
     with torch.device("meta"):
@@ -311,6 +311,10 @@ def test_row40_no_recompile_per_length(dynamic: bool | None) -> None:
 
 def test_row38_compiled_autograd() -> None:
     composition.check_compiled_autograd("cuda")
+
+
+def test_row38_export() -> None:
+    composition.check_export("cuda")
 
 
 @pytest.mark.parametrize("call_before", [False, True])

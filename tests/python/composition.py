@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def step(
     return [loss.detach(), x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
 
 
-def assert_steps_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
+def assert_steps_alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     """Where the same maths is rounded in other places: to bfloat16 on the GPU; in float32, sums
     over the rows of x go in another order."""
     assert_within(
@@ -79,7 +79,7 @@ def assert_steps_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
     )
 
 
-def assert_within(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
+def assert_within(ours: Sequence[Tensor], theirs: Sequence[Tensor], bound: float) -> None:
     """The norm of the difference is at most ``bound`` of theirs, for each result."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         difference, size = float((a - b).double().norm()), float(b.double().norm())
@@ -151,6 +151,24 @@ def check_compiled_autograd(device: str) -> None:
 
     assert_steps_alike(step(block, block, x, compiled_backward), expected)
     assert counter.frame_count == 1
+
+
+def check_export(device: str) -> None:
+    """A program for other lengths as well, and with its gradients; on the GPU in 16 bits."""
+    block, x = make_block(0.3, device)
+    if device == "cuda":
+        block, x = block.bfloat16(), x.bfloat16()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (x,), dynamic_shapes={"x": {1: length}})
+    shorter = x[:, :200].detach().requires_grad_()
+    outputs = program.module()(shorter), block(shorter)
+    ours, theirs = (
+        (out.detach(), *torch.autograd.grad(out.float().sin().sum(), shorter)) for out in outputs
+    )
+    if device == "cuda":
+        assert_steps_alike(ours, theirs)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 # ---- Checkpointing -------------------------------------------------------------------------------
