@@ -118,6 +118,27 @@ class _Function(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
+_C = torch._C
+_autograd_key = _C.DispatchKey.AutogradFunctionality
+_is_profiling = _C._autograd._profiler_enabled
+
+
+def _needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Tell whether something between an operator and its kernel wants to see a call."""
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not Tensor or tensor.is_neg()):
+            return True
+    return (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or _C._get_tracing_state() is not None
+        or _C._dispatch_tls_is_dispatch_key_excluded(_autograd_key)
+        or forward_ad._current_level >= 0
+        or _is_profiling()
+    )
+
+
 class _Attention(_Function):
     @staticmethod
     def forward(
@@ -153,6 +174,8 @@ class _Attention(_Function):
         arguments = (grad_out, query, key, value, out, lse, bits, grad_lse, *mask)
         if torch.is_grad_enabled() or is_compiling():  # create_graph=True, or compiled autograd
             return (*backward(*arguments), None, None)
+        if not _needs_dispatcher(*arguments[:8]):  # 6 us less
+            return (*_kernels.backward(*arguments), None, None)
         with _below_autograd():
             return (*backward(*arguments), None, None)
 
@@ -202,10 +225,6 @@ def _attention_autograd(
 
 _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
-_C = torch._C
-_autograd_key = _C.DispatchKey.AutogradFunctionality
-_is_profiling = _C._autograd._profiler_enabled
-
 
 def call_attention(
     needs_grad: bool,
@@ -225,20 +244,7 @@ def call_attention(
     """
     outputs: Sequence[Tensor]  # not a cast of the results: torch 2.4 does not compile one
     options = (negl_prob, scale, causal, window_left, window_right, record)
-    if (
-        is_compiling()
-        or type(query) is not Tensor
-        or type(key) is not Tensor
-        or type(value) is not Tensor
-        or (negl_prob is not None and type(negl_prob) is not Tensor)
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
-        or _C._are_functorch_transforms_active()
-        or _C._get_tracing_state() is not None
-        or _C._dispatch_tls_is_dispatch_key_excluded(_autograd_key)
-        or forward_ad._current_level >= 0
-        or _is_profiling()
-    ):
+    if is_compiling() or _needs_dispatcher(query, key, value, negl_prob):
         outputs = attention(query, key, value, *options)
     elif needs_grad:
         outputs = _apply_attention(query, key, value, None, options)

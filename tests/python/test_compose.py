@@ -210,15 +210,34 @@ class _CalledFunctions(TorchFunctionMode):
 def test_who_listens_hears_the_operator(listener: Any, device: str) -> None:
     """Calls skip the dispatcher only where nobody would notice."""
     with listener() as heard:
-        attention(*leaves_of(CASE, device), 0.05)
+        out = attention(*leaves_of(CASE, device), 0.05)
     assert "back_lite.attention.default" in heard.names
+    with _DispatchedOperators() as heard:
+        out.sum().backward()
+    assert "back_lite.backward.default" in heard.names
 
 
 @needs_operators
 def test_a_profile_names_the_operator(device: str) -> None:
     with torch.profiler.profile() as profile:
-        attention(*leaves_of(CASE, device), 0.05)
-    assert "back_lite::attention" in {event.key for event in profile.key_averages()}
+        attention(*leaves_of(CASE, device), 0.05).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"back_lite::attention", "back_lite::backward"} <= names
+
+
+@needs_operators
+def test_signs_that_are_still_to_be_changed(device: str) -> None:
+    """torch keeps them as a mark of the tensor, which the dispatcher acts upon."""
+    query, key, value = (t.detach() for t in leaves_of(CASE, device))
+    marked = torch._neg_view(-query)
+    assert torch.equal(attention(marked, key, value), attention(query, key, value))
+    leaves = leaves_of(CASE, device)
+    grad_out = torch.ones_like(query)
+    marked = torch._neg_view(-grad_out)
+    ours, theirs = (
+        torch.autograd.grad(attention(*leaves), leaves, grad) for grad in (marked, grad_out)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @needs_operators
