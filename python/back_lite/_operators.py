@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import register_flop_formula
 
 from . import _kernels
 from ._kernels import Gradients
@@ -71,6 +72,25 @@ def _fake_backward(
 torch.library.register_fake("back_lite::attention", _fake_attention, lib=_registry)
 torch.library.register_fake("back_lite::select", _fake_select, lib=_registry)
 torch.library.register_fake("back_lite::backward", _fake_backward, lib=_registry)
+
+
+# For torch.utils.flop_counter, as it counts torch's own attention: every pair of a query and a key,
+# masked or skipped as well, two products in the forward and five in the backward.
+
+
+def _product_flops(query: Sequence[int], key: Sequence[int]) -> int:
+    batch, query_length, num_heads, head_dim = query
+    return 2 * batch * num_heads * query_length * key[1] * head_dim
+
+
+@register_flop_formula(torch.ops.back_lite.attention)
+def _attention_flops(query: Sequence[int], key: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * _product_flops(query, key)
+
+
+@register_flop_formula(torch.ops.back_lite.backward)
+def _backward_flops(_: Any, query: Sequence[int], key: Sequence[int], *__: Any, **___: Any) -> int:
+    return 5 * _product_flops(query, key)
 
 
 is_compiling = torch.compiler.is_compiling

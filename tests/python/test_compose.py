@@ -30,6 +30,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 CASE = Case(200, 300, num_heads=4, num_key_heads=2, topics=True, lse_grad=True, causal=True)
 
@@ -223,6 +228,18 @@ def test_a_profile_names_the_operator(device: str) -> None:
         attention(*leaves_of(CASE, device), 0.05).sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert {"back_lite::attention", "back_lite::backward"} <= names
+
+
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+@needs_operators
+def test_flops_are_counted_as_those_of_torchs_attention(negl_prob: float, device: str) -> None:
+    case = Case(300, 200, batch=2, num_heads=4, num_key_heads=4)
+    q, k, v = leaves_of(case, device)
+    with FlopCounterMode(display=False) as counter:
+        BackLite(negl_prob=negl_prob)(q, k, v).sum().backward()
+    shapes = [t.transpose(1, 2).shape for t in (q, k, v)]
+    expected = sdpa_flop_count(*shapes) + sdpa_backward_flop_count(shapes[0], *shapes)
+    assert counter.get_total_flops() == expected > 0
 
 
 @needs_operators
