@@ -128,10 +128,13 @@ def main() -> None:
                 idle.append(own)
     medians = {count: statistics.median(times) for count, times in sorted(seconds.items())}
     layers = len(run.model.attentions())
-    cost = None  # unknown where every step measures
+    cost = cost_after_warmup = None  # unknown where every step measures
     if 0 in medians and 1 in medians:
         without = medians[0] - statistics.median(idle)
         cost = (layers * medians[1] + (100 - layers) * medians[0]) / (100 * without) - 1
+        counts = {count: len(times) for count, times in seconds.items()}
+        spent = sum(medians[count] * number for count, number in counts.items())
+        cost_after_warmup = spent / (without * sum(counts.values())) - 1
     after = [c for c in checks if c["step"] > args.warmup]
     ratios = [statistics.median(c["error"]) / target.error for c in after]
     content = {
@@ -143,6 +146,7 @@ def main() -> None:
         "step_seconds": medians,
         "idle_seconds": statistics.median(idle) if idle else None,
         "cost_at_every_100": cost,
+        "cost_after_warmup": cost_after_warmup,
         "final_negl_prob": checks[-1]["negl_prob"],
         "checks": checks,
         "records": records,

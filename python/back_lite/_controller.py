@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _thresholds
@@ -18,18 +18,20 @@ from ._watch import Call, watch
 
 STATE_VERSION = 1
 
-# log error against log negl_prob has a slope of about 1: half the distance at each measurement is
-# stable.
-_GAIN = 0.5
+# Of log error against log negl_prob: the median over the heads was 0.6 to 0.86 along a training of
+# examples/train_lm, that of single heads 0.4 to 2. A move by target / error takes that share of the
+# distance.
+_SLOPE = 0.7
 _MAX_FACTOR = 2.0  # of one move: a slice where nothing is skipped does not say how far to go
-# Of a new measurement in the estimate. The log of single slices would hold their geometric mean at
-# the target; where slices differ, the error over all of them is larger (1.3 times in a first test,
-# which measured heads of one key head together and so read somewhat too high).
-_WEIGHT = 0.5
-# Sequences of a batch in one measurement. The errors of single ones differ widely: in a simulation
-# with errors recorded in a training of examples/train_lm, the median head was within 20% of the
-# target at 91% of the checks with one sequence, at all of them with four.
+# Of a new measurement in the estimate, of squares. Logs of single slices would hold their geometric
+# mean at the target; where slices differ, the error over all of them is larger.
+_WEIGHT = 1 / 3
+# Of a batch in one measurement, but not more than half of it. Errors of single sequences differ
+# widely.
 _SEQUENCES = 4
+# How often a layer is measured, in times of once in `every` steps, until which step, in `every`.
+# Attention changes fastest at the start of a training.
+_RATES = ((4, 2), (2, 6))
 _FAR = 1e6  # errors of more times the target count as this: an infinite one is forgotten some day
 _START, _LEAST, _MOST = 0.01, 1e-4, 0.5
 
@@ -53,15 +55,16 @@ class Controller:
             optimizer.step()
             controller.step()
 
-    The layers take turns, so that each is measured once in ``every`` steps: inside the backward of
-    a training step, for up to four sequences of the batch and every second key head with its query
-    heads, the sparse gradients are compared with exact ones. Each measured head's ``negl_prob``
-    moves by ``(target / error)**0.5``, at most twofold, within 0.0001 to 0.5, where error is a
-    running root mean square; a head that misses the target even at 0.0001 is exact.
+    The layers take turns, so that each is measured once in ``every`` steps, four times as often in
+    the first ``2 * every`` steps and twice as often until ``6 * every``: inside the backward of a
+    training step, for half of the batch and up to four sequences (of a single one, for every second
+    key head with its query heads), the sparse gradients are compared with exact ones. Each measured
+    head's ``negl_prob`` moves by ``target / error``, at most twofold, within 0.0001 to 0.5, where
+    error is a running root mean square; a head that misses the target even at 0.0001 is exact.
 
-    A layer's measurement costs 0.9 to 1.75 times its attention's forward and backward of those
-    sequences, the more the sparser: with ``every=100``, at most 1.75% of the training time, where
-    attention is all of it and a batch has no more sequences.
+    A measurement costs 0.9 to 1.75 times the layer's attention, forward and backward, in that step,
+    the more the sparser, and less where a batch has more than eight sequences: after the start,
+    with ``every=100``, at most 1.75% of the training time, where attention is all of it.
 
     With ``torch.distributed`` initialised, all ranks must make the same calls; what they measure is
     added up, so that they agree.
@@ -69,7 +72,7 @@ class Controller:
     Args:
         model: with at least one :class:`BackLite` module. Calls from compiled code are not seen.
         target: what each head's worst gradient must meet.
-        every: steps between two measurements of a layer.
+        every: steps between two measurements of a layer, later on.
         warmup: steps with exact gradients at the start; what is measured in them counts after.
         log: called with a dict for each layer measured: ``step``, ``layer``, ``heads``,
             ``relative_l2`` and ``density`` (by head, as measured, before the move) and
@@ -204,9 +207,18 @@ class Controller:
     def _due(self) -> list[tuple[str, int]]:
         """Return the layers to measure in the coming step, and how often each was measured."""
         names = list(self._modules)
-        first = self._num_steps * len(names) // self.every
-        last = (self._num_steps + 1) * len(names) // self.every
+        first, last = (self._num_turns(step) for step in (self._num_steps, self._num_steps + 1))
+        first = max(first, last - len(names))  # each at most once in a step
         return [(names[turn % len(names)], turn // len(names)) for turn in range(first, last)]
+
+    def _num_turns(self, num_steps: int) -> int:
+        """Return how many layers are measured in the first steps."""
+        counted = num_steps  # once in `every` steps, and what is more at the start
+        slower = 1
+        for rate, end in reversed(_RATES):
+            counted += (rate - slower) * min(num_steps, end * self.every)
+            slower = rate
+        return counted * len(self._modules) // self.every
 
     def _arm(self) -> None:
         me = weakref.ref(self)  # the model's hooks must not keep the controller
@@ -224,25 +236,33 @@ class Controller:
         _remove(self._handles)
 
     def _measure(self, name: str, turn: int, call: Call) -> None:
-        """Compare the gradients of some sequences and every second key head."""
+        """Compare the gradients of some sequences, or of half of the heads of a single one."""
         batch, _, num_heads, _ = call.query.shape
         num_key_heads = call.key.shape[2]
         if not batch:
             return
         group = num_heads // num_key_heads
-        keys = list(range(num_key_heads))[turn % 2 :: 2] if num_key_heads > 1 else [0]
+        stride = 2 if batch == 1 and num_key_heads > 1 else 1
+        keys = range(turn % stride, num_key_heads, stride)
         heads = [key * group + i for key in keys for i in range(group)]
-        count = min(batch, _SEQUENCES)
-        rows = [(turn // 2 * count + i) % batch for i in range(count)]
+        count = max(1, min(batch // 2, _SEQUENCES))
+        first = turn // stride % (batch // count) * count
+
+        def part(x: Tensor, dim: int, chosen: Sequence[int]) -> Tensor:
+            x = x[first : first + count]
+            if len(chosen) == x.shape[dim]:
+                return x
+            return x.index_select(dim, torch.tensor(chosen, device=x.device))
+
         proposed = self._proposed.get(name, [_START] * num_heads)
         try:
             found = compare_gradients(
-                call.query[rows][:, :, heads],
-                call.key[rows][:, :, keys],
-                call.value[rows][:, :, keys],
-                call.grad_out[rows][:, :, heads],
+                part(call.query, 2, heads),
+                part(call.key, 2, keys),
+                part(call.value, 2, keys),
+                part(call.grad_out, 2, heads),
                 [[proposed[head] for head in heads]],
-                grad_lse=None if call.grad_lse is None else call.grad_lse[rows][:, heads],
+                grad_lse=None if call.grad_lse is None else part(call.grad_lse, 1, heads),
                 scale=call.scale,
                 causal=call.causal,
                 window_size=call.window_size,
@@ -255,9 +275,10 @@ class Controller:
         """Move the thresholds of the measured heads; return what to log."""
         record: dict[str, Any] = {"step": self._num_steps, "layer": name, "relative_l2": None}
         if slices:
-            num_heads, heads, found = slices[0]
-            for other in slices[1:]:
-                found = found + other.found
+            # Of ranks with other heads than the rest, as with a last batch of one sequence, no use.
+            num_heads, heads, found = max(slices, key=lambda each: len(each.heads))
+            same = [each.found for each in slices if each.heads == heads]
+            found = sum(same[1:], same[0])
             proposed = self._proposed.setdefault(name, [_START] * num_heads)
             estimates = self._estimates.setdefault(name, [None] * num_heads)
             errors, tells = found.error[0].tolist(), found.has_gradient.tolist()
@@ -267,10 +288,10 @@ class Controller:
                 square, known = min(error / self.target.error, _FAR) ** 2, estimates[head]
                 if known is not None:
                     square = _WEIGHT * square + (1.0 - _WEIGHT) * known
-                factor = square ** (-0.5 * _GAIN) if square else _MAX_FACTOR
+                factor = square**-0.5 if square else _MAX_FACTOR
                 factor = min(max(factor, 1.0 / _MAX_FACTOR), _MAX_FACTOR)
                 moved = min(max(proposed[head] * factor, _LEAST), _MOST)
-                estimates[head] = square * (moved / proposed[head]) ** 2  # the slope of about 1
+                estimates[head] = square * (moved / proposed[head]) ** (2.0 * _SLOPE)
                 proposed[head] = moved
             record |= {
                 "heads": heads,
