@@ -156,21 +156,20 @@ def differences(data: Data, negl_prob: float) -> list[float]:
     return [run.loss - exact[run.seed] for run in runs if run.seed in exact]
 
 
-def repeated(data: Data) -> list[tuple[Training, list[float]]]:
-    """A training that was made twice, and how far apart its validation losses were."""
-    pairs = [
+def pairs(data: Data) -> list[tuple[Training, Training]]:
+    """A training that was made again, and the first one."""
+    return [
         (again, first)
         for again in data.again
         for first in data.trainings.get(again.negl_prob, [])
         if first.seed == again.seed
     ]
-    return [(a, [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]) for a, b in pairs]
 
 
 def contexts(data: Data) -> Iterable[tuple[Json, Json]]:
     """(file, one context of it), shortest first."""
-    pairs = [(found, context) for found in data.steps for context in found["contexts"]]
-    return sorted(pairs, key=lambda pair: pair[1]["context"])
+    found = [(steps, context) for steps in data.steps for context in steps["contexts"]]
+    return sorted(found, key=lambda pair: pair[1]["context"])
 
 
 def pair_ms(row: Json, density: str | None) -> float:

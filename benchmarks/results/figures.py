@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from benchmarks.pictures import GREY, STYLE, name_ends, new_figure
 
-from .data import Data, contexts, differences, live_shares, pair_ms
+from .data import Data, contexts, differences, live_shares, pair_ms, pairs
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 BLACK = "#222222"
@@ -71,14 +71,17 @@ def draw_training(data: Data) -> Figure:
     name_ends(middle, ends)
     for axes in (left, middle):
         axes.set_xlabel("training step")
-    sparse = [value for value in data.trainings if value]
-    for place, value in enumerate(sparse):
-        found = differences(data, value)
+    shown = {f"{value:g}": (COLOURS[value], differences(data, value))
+             for value in data.trainings if value}  # fmt: skip
+    twice = [again.loss - first.loss for again, first in pairs(data) if not again.negl_prob]
+    if twice:
+        shown = {"exact,\nagain": (BLACK, twice)} | shown
+    for place, (colour, found) in enumerate(shown.values()):
         if not found:  # no exact one of these seeds
             continue
-        right.plot([place] * len(found), found, "o", color=COLOURS[value], alpha=0.5, markersize=5)
+        right.plot([place] * len(found), found, "o", color=colour, alpha=0.5, markersize=5)
         error = statistics.stdev(found) if len(found) > 1 else 0.0
-        right.errorbar(place, statistics.fmean(found), error, color=COLOURS[value], marker="_",
+        right.errorbar(place, statistics.fmean(found), error, color=colour, marker="_",
                        markersize=20, capsize=5, linewidth=2)  # fmt: skip
     if len(data.trainings[0.0]) > 1:
         deviation = statistics.stdev([run.loss for run in data.trainings[0.0]])
@@ -86,8 +89,8 @@ def draw_training(data: Data) -> Figure:
         right.text(0.02, 0.02, "grey: the exact loss of other seeds", color=GREY, size=9,
                    transform=right.transAxes)  # fmt: skip
     right.axhline(0, color=BLACK, linewidth=1)
-    right.set_xticks(range(len(sparse)), [f"{value:g}" for value in sparse])
-    right.set_xlim(-0.6, len(sparse) - 0.4)
+    right.set_xticks(range(len(shown)), list(shown))
+    right.set_xlim(-0.6, len(shown) - 0.4)
     right.set_xlabel("negl_prob")
     right.set_title("Final loss minus exact, same seed")
     right.grid(visible=False, axis="x")

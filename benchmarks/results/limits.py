@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from .data import Data, break_even, contexts, length_name, live_shares, pair_ms
+from .data import Data, Json, break_even, contexts, length_name, live_shares, pair_ms
 
 
 def does_not_pay(data: Data) -> Iterator[str]:
@@ -54,23 +54,41 @@ def does_not_pay(data: Data) -> Iterator[str]:
             "one: its other parts do not change. This model has attention twice as wide as its "
             "other parts; a model with more work in them gains less."
         )
-    if data.smollm2 is not None:
-        runs = data.smollm2["trainings"]
-        times = {name: statistics.median(run["step_seconds"]) for name, run in runs.items()}
-        ratios = " and ".join(
-            f"{times['0'] / time:.2f} ({name})"
-            for name, time in times.items()
-            if name not in ("sdpa", "0")
-        )
-        points.append(
-            "**Few, narrow heads and many layers.** SmolLM2's step, 30 layers with 9 heads of 64 "
-            "and one sequence, has little attention and many calls: exact it runs at "
-            f"{times['sdpa'] / times['0']:.2f} of SDPA's speed, and sparse at {ratios} of the "
-            "exact speed, whatever is skipped."
-        )
+    if data.smollm2_steps is not None:
+        points.append(f"**A GPU that waits for its host.** {waiting(data.smollm2_steps)}")
     points.append(
         "**One sequence and few heads.** Then few columns of tiles share the multiprocessors, and "
         "skewed masks leave some idle: [the backward's tables](hopper-backward.md#speed) have "
         "batch 1 with 8 heads."
     )
     yield "\n".join(f"* {point}" for point in points)
+
+
+def waiting(found: Json) -> str:
+    """At which shapes kernels are the bound, and what is gained there and elsewhere."""
+    layers = found["settings"]["layers"]
+    starved, fed, more = [], [], []
+    for shape in found["shapes"]:
+        sdpa, exact, *_, sparse = shape["steps"]
+        busy = sdpa["kernel_ms"] / sdpa["step_ms"]
+        gains = (
+            f"{shape['sequences']} x {shape['context']} tokens, of which kernels take {busy:.0%}, "
+            f"it is {exact['speedup_over_sdpa']:.2f} exact and {sparse['speedup_over_sdpa']:.2f} "
+            f"with {sparse['skipped']:.0%} of the tiles skipped"
+        )
+        if busy > 0.9:
+            fed.append(gains)
+        else:
+            starved.append(gains)
+            more.append((exact["step_ms"] - sdpa["step_ms"]) / layers)
+    parts = []
+    if starved:
+        parts.append(
+            "With few, narrow heads and many layers the host is the bound, whose calls from Python "
+            f"take {statistics.fmean(more):.2f} ms more a layer and step than SDPA's, which is "
+            "C++; faster kernels then change nothing. The speed of a SmolLM2-sized step beside "
+            f"SDPA's: for {'; for '.join(starved)}."
+        )
+    if fed:
+        parts.append(f"With more work it pays: for {'; for '.join(fed)}.")
+    return " ".join(parts)

@@ -18,7 +18,7 @@ from .data import (
     length_name,
     live_shares,
     machine,
-    repeated,
+    pairs,
     spread,
     table,
 )
@@ -126,21 +126,39 @@ def significance(data: Data) -> str:
 
 
 def noise(data: Data) -> str:
-    """How far apart the same training ends twice."""
+    """Where the same training ends when it is made again, and what that says of the differences."""
     ends: dict[float, list[float]] = {}
-    for run, apart in repeated(data):
-        ends.setdefault(run.negl_prob, []).append(apart[-1])
+    for again, first in pairs(data):
+        ends.setdefault(first.negl_prob, []).append(again.loss - first.loss)
     if not ends:
         return ""
     found = [
-        f"{statistics.fmean(apart):.4f} ({label(value)}, "
-        + ("1 seed)" if len(apart) == 1 else f"{len(apart)} seeds, at most {max(apart):.4f})")
+        f"{spread(apart, sign='+')} ({label(value)}, {len(apart)} seed{'s' * (len(apart) > 1)})"
         for value, apart in ends.items()
     ]
-    return (
-        " The same training made twice, whose sums have no fixed order on a GPU, at times with "
-        f"kernels that had changed a little, ended apart by {', by '.join(found)}."
+    text = (
+        " Sums on a GPU have no fixed order. The same training made again, partly with kernels "
+        f"that had changed a little, ended that much higher: {', '.join(found)}."
     )
+    exact = ends.get(0.0, [])
+    error = statistics.stdev(exact) / math.sqrt(len(exact)) if len(exact) > 1 else 0.0
+    if error and abs(statistics.fmean(exact)) > STUDENT_T.get(len(exact), math.inf) * error:
+        text += (
+            f" The exact ones are {statistics.fmean(exact) / error:+.1f} standard errors away with "
+            "nothing skipped at all: differences of that size say little."
+        )
+    if len(exact) == len(data.trainings.get(0.0, [])):
+        shift = statistics.fmean(exact) / 2
+        means = [
+            f"{statistics.fmean(differences(data, value)) - shift:+.3f} at {value:g}"
+            for value in data.trainings
+            if value and len(differences(data, value)) == len(exact)
+        ]
+        text += (
+            " Beside the mean of both exact trainings of each seed the differences are "
+            f"{', '.join(means)}."
+        )
+    return text
 
 
 def whole_steps(data: Data) -> Iterator[str]:
@@ -275,7 +293,8 @@ def smollm2_steps(data: Data) -> Iterator[str]:
         "The same architecture with random weights, whose attention is even: 0.7 skips about what "
         "0.05 skips in the trained model. Whole steps, all in turns, and the time in which any "
         "kernel of a step runs: where the step takes longer, the GPU waits for the host, which "
-        f"launches {found['settings']['layers']} layers of small kernels from Python. "
+        f"launches {found['settings']['layers']} layers of small kernels from Python. (Hosts "
+        "differ: this one was slower than that of the table above.) "
         f"{machine(found)}."
     )
     yield command(found["command"])

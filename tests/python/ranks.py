@@ -144,7 +144,8 @@ def tensor_parallel(rank: int, device: str) -> None:
     grads = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in ours[2:]]
     assert_steps_alike([*ours[:2], *grads], expected)
 
-    tensor = distribute_tensor(torch.randn(1, 64, HEADS, 64, device=device), mesh, [Shard(2)])
+    heads = torch.randn(1, 64, HEADS, 64, device=device, dtype=torch.bfloat16)
+    tensor = distribute_tensor(heads, mesh, [Shard(2)])
     with pytest.raises(NotImplementedError, match=r"back_lite\.attention"):
         model.attn(tensor, tensor, tensor)
 

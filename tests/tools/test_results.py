@@ -15,7 +15,7 @@ from benchmarks.results.data import (
     break_even,
     differences,
     load,
-    repeated,
+    pairs,
 )
 from benchmarks.results.text import noise, write
 
@@ -130,8 +130,18 @@ def test_trainings_are_compared_by_seed() -> None:
         again=[training(0.0, 1, 3.5, 1.25)],
     )
     assert differences(data, 0.1) == [0.5]
-    assert [apart for _, apart in repeated(data)] == [[0.5, 0.25]]
-    assert noise(data).endswith("ended apart by 0.2500 (exact, 1 seed).")
+    assert [(again.loss, first.loss) for again, first in pairs(data)] == [(1.25, 1.0)]
+    assert noise(data).endswith("ended that much higher: +0.2500 (exact, 1 seed).")
     data.again.append(training(0.0, 0, 3.0, 2.5))
-    assert noise(data).endswith("ended apart by 0.3750 (exact, 2 seeds, at most 0.5000).")
+    assert "+0.3750 ± 0.1768 (exact, 2 seeds). Beside" in noise(data)
+    data.trainings[0.1][1] = training(0.1, 0, 3.0, 2.5)
+    assert noise(data).endswith("the differences are +0.312 at 0.1.")
     assert noise(Data()) == ""
+
+
+def test_exact_trainings_that_differ_are_said_to() -> None:
+    first = [training(0.0, seed, 2.0) for seed in range(4)]
+    for shift, is_far in ((0.1, True), (0.0, False)):
+        again = [training(0.0, seed, 2.0 + shift + 0.01 * seed) for seed in range(4)]
+        text = noise(Data(trainings={0.0: first}, again=again))
+        assert ("+17.8 standard errors away with nothing skipped" in text) == is_far
