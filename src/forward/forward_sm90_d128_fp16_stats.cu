@@ -5,7 +5,7 @@ namespace backlite::forward_sm90 {
 
 cudaError_t launch_d128_fp16_stats(const ForwardParams& params, int num_blocks,
                                    cudaStream_t stream) {
-  return launch_instance<D128Statistics, sm90::Float16, true>(params, num_blocks, stream);
+  return launch_instance<D128, sm90::Float16, true>(params, num_blocks, stream);
 }
 
 }  // namespace backlite::forward_sm90

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <type_traits>
-
 #include "forward/instances_sm90.h"
 #include "forward/kernel_sm90.cuh"
 
@@ -25,11 +23,9 @@ cudaError_t launch_instance(const ForwardParams& params, int num_blocks, cudaStr
 template <typename Element, bool kRecord>
 cudaError_t launch_d64(const ForwardParams& params, int num_blocks, cudaStream_t stream) {
   if (params.block_rows == kD64Pair.block_rows()) {
-    using Pair = std::conditional_t<kRecord, D64PairStatistics, D64Pair>;
-    return launch_instance<Pair, Element, kRecord>(params, num_blocks, stream);
+    return launch_instance<D64Pair, Element, kRecord>(params, num_blocks, stream);
   }
-  using Three = std::conditional_t<kRecord, D64Statistics, D64>;
-  return launch_instance<Three, Element, kRecord>(params, num_blocks, stream);
+  return launch_instance<D64, Element, kRecord>(params, num_blocks, stream);
 }
 
 }  // namespace backlite::forward_sm90

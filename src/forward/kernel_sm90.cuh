@@ -18,7 +18,7 @@
 
 #include "common/mask.h"
 #include "forward/config_sm90.h"
-#include "forward/item_sm90.cuh"
+#include "forward/item_sm90.h"
 #include "forward/params_sm90.h"
 #include "forward/shared_sm90.cuh"
 #include "forward/softmax_sm90.cuh"
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
   constexpr int kKeyBytes = kKeys * kD * sizeof(Element);
   static_assert(kD % sm90::kBlockColumns == 0, "Head dim is cut into blocks of 64 columns");
   static_assert(kConsumers <= kMaxConsumers, "Named barriers are counted for three");
-  static_assert(!kRecord || kKeys == kKeyTile, "Statistics are of tiles of 128 keys");
+  static_assert(kKeys == kKeyTile, "Statistics and item_sm90.h are of tiles of 128 keys");
+  static_assert(kConfig.block_rows() <= RowKeys::kMaxRows, "Bounds of keys are cut for a block");
   static_assert(sizeof(SharedMemory<Config, Element>) <= 232448, "227 KiB a block");
   using KeyRing = sm90::Ring<kConfig.key_stages>;
   using ValueRing = sm90::Ring<kConfig.value_stages>;
@@ -65,9 +66,9 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     sm90::prefetch_tensor_map(params.value);
     sm90::prefetch_tensor_map(params.out);
     for (int i = 0; i < kQuerySlots; ++i) {
-      shared.query_full[i].init(1);
+      shared.query_full[i].init(2);  // Q on its way, and the item described
       shared.query_empty[i].init(kRecord ? 2 * kConsumers : kConsumers);
-      for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(sm90::kMmaRows / 2);
+      for (int c = 0; c < kConsumers; ++c) shared.sums_full[i][c].init(sm90::kMmaRows);
     }
     for (int i = 0; i < kConfig.key_stages; ++i) {
       shared.key_full[i].init(1);
@@ -115,14 +116,14 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       while (index < params.order.num_items) {
         const WorkItem item = params.order.item(index);
         const int first_row = item.block * kConfig.block_rows();
-        const TileRange tiles =
-            tiles_of_rows<Config>(params.mask, first_row, first_row + kConfig.block_rows());
+        const int rows_left = static_cast<int>(params.mask.query_length) - first_row;
+        const int num_rows = min(rows_left, kConfig.block_rows());
+        const RowKeys keys = RowKeys::of(params.mask, first_row);
+        const TileRange tiles = keys.seen(num_rows);
         // Asked for early: the answer takes about a microsecond and is needed at the item's end.
         index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
 
         shared.query_empty[slot.stage].wait(slot.parity ^ 1);
-        shared.item[slot.stage] = item;
-        shared.tiles[slot.stage] = tiles;
         shared.query_full[slot.stage].arrive_and_expect(kQueryBytes);
 #pragma unroll
         for (int c = 0; c < kConsumers; ++c) {
@@ -133,19 +134,30 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
                            first_row + c * sm90::kMmaRows, item.head, item.batch);
           }
         }
-        slot.advance();
-
         // In the order in which consumers ask: K runs one tile ahead of V.
-        if (tiles.begin < tiles.end) load_key(tiles.end - 1, item);
+        if (!tiles.empty()) load_key(tiles.end - 1, item);
+
+        shared.item[slot.stage] = item;
+        shared.tiles[slot.stage] = tiles;
+        shared.keys[slot.stage] = keys;
+#pragma unroll 1
+        for (int c = 0; c < kConsumers; ++c) {
+          ConsumerTiles of_consumer = tiles_of_consumer(keys, num_rows, c * sm90::kMmaRows);
+          if (params.score_sign < 0.0f) of_consumer.unmasked = {};
+          shared.consumer_tiles[slot.stage][c] = of_consumer;
+        }
+        shared.query_full[slot.stage].arrive();
+        slot.advance();
 #pragma unroll 1
         for (int n = tiles.end - 2; n >= tiles.begin; --n) {
           load_key(n, item);
           load_value(n + 1, item);
         }
-        if (tiles.begin < tiles.end) load_value(tiles.begin, item);
+        if (!tiles.empty()) load_value(tiles.begin, item);
       }
       shared.query_empty[slot.stage].wait(slot.parity ^ 1);
       shared.item[slot.stage].block = -1;
+      shared.query_full[slot.stage].arrive();
       shared.query_full[slot.stage].arrive();
     }
 
@@ -157,12 +169,10 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           shared.query_full[slot.stage].wait(slot.parity);
           const WorkItem item = shared.item[slot.stage];
           if (item.block < 0) break;
-          const int row_begin = item.block * kConfig.block_rows() + consumer * sm90::kMmaRows;
-          const TileRange tiles =
-              tiles_of_rows<Config>(params.mask, row_begin, row_begin + sm90::kMmaRows);
-          const int query_tile = row_begin / sm90::kMmaRows;
+          const TileRange tiles = shared.consumer_tiles[slot.stage][consumer].seen;
+          const int query_tile = item.block * kConsumers + consumer;
           shared.sums_full[slot.stage][consumer].wait(slot.parity);
-          if (row_begin >= 0 && query_tile < params.num_query_tiles) {
+          if (query_tile < params.num_query_tiles) {
             const int64_t batch_head =
                 static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
             reduce_tile_stats(
@@ -201,17 +211,54 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     QueryRing slot;
     KeyRing key_stage;
     ValueRing value_stage;
-    bool has_stored = false;  // this thread's O is on its way out of the previous slot
+    bool is_finished = false;  // `probs` holds the O of the previous slot
+    bool has_stored = false;   // this thread's O is on its way out of the previous slot
+
+    // (5), second part: O of the previous item, through the place of its Q.
+    const auto store_out = [&] {
+      if (!is_finished) return;
+      const int previous = slot.stage ^ 1;
+      Element* query = shared.query[previous][consumer];
+      // Every warp has finished reading Q before any of them writes over it.
+      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+#pragma unroll
+      for (int k = 0; k < kD / 16; ++k) {
+        const int row = sm90::kWarpRows * (thread / sm90::kWarpSize) + sm90::store_row(lane);
+        sm90::store_matrices(
+            sm90::shared_address(query) +
+                sm90::swizzled_offset(sm90::kMmaRows, row, 16 * k + sm90::store_column(lane)),
+            probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3]);
+      }
+      sm90::fence_async_proxy();
+      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+      if (thread == 0) {
+        const WorkItem item = shared.item[previous];
+#pragma unroll
+        for (int b = 0; b < kColumnBlocks; ++b) {
+          sm90::tma_store(params.out, query + b * kQueryBlockElements, b * sm90::kBlockColumns,
+                          item.block * kConfig.block_rows() + consumer * sm90::kMmaRows, item.head,
+                          item.batch);
+        }
+        sm90::tma_store_commit();
+        has_stored = true;
+      }
+    };
+    // Hands the slot of the previous item back, once its O has left.
+    const auto release_query = [&] {
+      if (has_stored) {
+        sm90::tma_store_wait_read();
+        shared.query_empty[slot.stage ^ 1].arrive();
+        has_stored = false;
+      }
+    };
+
     for (;; slot.advance()) {
       shared.query_full[slot.stage].wait(slot.parity);
       const int block = shared.item[slot.stage].block;
       if (block < 0) break;
       const int row_begin = block * kConfig.block_rows() + consumer * sm90::kMmaRows;
-      // Of the block's tiles those that this consumer's rows see.
-      TileRange own = tiles_of_rows<Config>(params.mask, row_begin, row_begin + sm90::kMmaRows);
-      if (own.begin >= own.end) own.begin = own.end = shared.tiles[slot.stage].end;
-      TileRange unmasked = unmasked_tiles<Config>(params.mask, row_begin);
-      if (params.score_sign < 0.0f) unmasked.end = 0;
+      const ConsumerTiles own = shared.consumer_tiles[slot.stage][consumer];
+      const TileRange seen = own.seen, unmasked = own.unmasked;
 
       uint32_t* row_masses = nullptr;
       if constexpr (kRecord) {
@@ -277,10 +324,12 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
             recompute_scores<kD, kKeys>(scores, query, shared.key[key_stage.stage], thread);
           }
           if (is_retry || is_masked) {
-            mask_scores<kKeys>(scores, RowKeys(params.mask, row_begin), n * kKeys,
-                               params.score_sign, thread);
+            const RowKeys keys = shared.keys[slot.stage].from(consumer * sm90::kMmaRows);
+            mask_scores<kKeys>(scores, keys, n * kKeys, params.score_sign, thread);
           }
-          if (kFirst || is_retry || !rows.has_begun) raise_references(scores, rows, scale_log2);
+          if (kFirst || is_retry || !rows.has_begun) {
+            raise_references<kFirst>(scores, rows, scale_log2);
+          }
           mass[0] = mass[1] = 0.0f;
           constexpr int kSplit = kConfig.early_scores;
           exponentiate<0, kSplit>(scores, rows, scale_log2, mass);
@@ -311,64 +360,47 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         rows.sum[1] += mass[1];
         if constexpr (kRecord) {
           if (rows.has_grown) {
-            rescale_row_masses(row_masses, own.end - 1 - n, rows.alpha, lane);
+            rescale_row_masses(row_masses, seen.end - 1 - n, rows.alpha, lane);
           }
           mass_pair = sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
         }
       };
 
-      // The O of the previous item has long left its slot: hand the slot back.
-      const auto release_query = [&] {
-        if (has_stored) {
-          sm90::tma_store_wait_read();
-          shared.query_empty[slot.stage ^ 1].arrive();
-          has_stored = false;
-        }
-      };
-
-      // (5), first part: what does not need O, and so runs beside the last product
-      float inverse[2];
+      // (5), first part: what does not need O, and so runs beside the last product.
+      float inverse[2];  // 1 / l of the two rows
       const auto finish_rows = [&] {
-        const WorkItem item = shared.item[slot.stage];
-        constexpr float kLn2 = 0.693147180559945f;
-        const int64_t batch_head =
-            static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float sum = rows.sum[half];
-          sum += __shfl_xor_sync(kAllLanes, sum, 1);
-          sum += __shfl_xor_sync(kAllLanes, sum, 2);
-          const bool has_keys = rows.reference[half] != kMinusInf;
-          inverse[half] = has_keys ? 1.0f / sum : 0.0f;
-          const int row_in_tile = sm90::fragment_row(thread, 2 * half);
-          if (lane % 4 == 0) {
-            const int row = row_begin + row_in_tile;
-            const bool exists = row < params.mask.query_length;
-            if (exists) {
-              params.lse[batch_head * params.mask.query_length + row] =
-                  has_keys ? (rows.reference[half] + log2f(sum)) * kLn2 : kMinusInf;
-            }
-            if constexpr (kRecord) {
-              shared.inverse_sums[slot.stage][consumer][row_in_tile] =
-                  exists ? inverse[half] : 0.0f;
-            }
+        const RowTotals total = row_totals(rows, lane);
+        inverse[0] = total.inverse[0];
+        inverse[1] = total.inverse[1];
+        if (lane % 4 < 2) {
+          const int row_in_tile = sm90::fragment_row(thread, 2 * (lane % 2));
+          const int row = row_begin + row_in_tile;
+          const bool exists = row < params.mask.query_length;
+          if (exists) {
+            const WorkItem item = shared.item[slot.stage];
+            const int64_t batch_head =
+                static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;
+            params.lse[batch_head * params.mask.query_length + row] = total.lse();
+          }
+          if constexpr (kRecord) {
+            shared.inverse_sums[slot.stage][consumer][row_in_tile] =
+                exists ? (lane % 2 ? inverse[1] : inverse[0]) : 0.0f;
           }
         }
-        if constexpr (kRecord) {  // each lane that wrote sums or row masses says so itself
-          if (lane % 4 == 0) shared.sums_full[slot.stage][consumer].arrive();
+        if constexpr (kRecord) {  // the lanes that wrote sums or row masses say so themselves
+          if (lane % 4 < 2) shared.sums_full[slot.stage][consumer].arrive();
         }
-
-        // Every warp has finished reading Q before any of them writes over it.
-        sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
       };
 
-      // Every consumer takes its turn at every tile of the block but the first, whether it has
-      // products to issue or not.
-      const auto take_turn = [&](int n, int end) {
-        if (n + 1 < end) sm90::named_barrier_sync(my_turn, kTurnThreads);
+      // Tiles of the block that only other consumers see. Every consumer takes and passes its turn
+      // at every tile but the first, whether it has products to issue or not.
+      const auto take_turn = [&](int n) {
+        if (n + 1 < shared.tiles[slot.stage].end) sm90::named_barrier_sync(my_turn, kTurnThreads);
       };
-      const auto pass_turn = [&](int n, int end) {
-        if (n + 1 < end) sm90::named_barrier_arrive(next_turn, kTurnThreads);
+      const auto pass_turn = [&](int n) {
+        if (n + 1 < shared.tiles[slot.stage].end) {
+          sm90::named_barrier_arrive(next_turn, kTurnThreads);
+        }
       };
       const auto skip_key = [&] {
         shared.key_full[key_stage.stage].wait(key_stage.parity);
@@ -378,28 +410,29 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         shared.value_full[value_stage.stage].wait(value_stage.parity);
         release(shared.value_empty, value_stage);
       };
-      const bool has_tiles = own.begin < own.end;
 
-      if (has_tiles) {
-        for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) {
-          take_turn(n, shared.tiles[slot.stage].end);
-          pass_turn(n, shared.tiles[slot.stage].end);
+      int tail = seen.begin - 1;  // the next tile to pass over after the last of our own
+      if (!seen.empty()) {
+        for (int n = shared.tiles[slot.stage].end - 1; n >= seen.end; --n) {
           skip_key();
+          take_turn(n);
+          pass_turn(n);
         }
         shared.key_full[key_stage.stage].wait(key_stage.parity);
-        take_turn(own.end - 1, shared.tiles[slot.stage].end);
+        take_turn(seen.end - 1);
         sm90::wgmma_fence();
         issue_scores();
-        pass_turn(own.end - 1, shared.tiles[slot.stage].end);
-        release_query();
-        for (int n = shared.tiles[slot.stage].end - 1; n >= own.end; --n) skip_value();
+        pass_turn(seen.end - 1);
+        store_out();
+        for (int n = shared.tiles[slot.stage].end - 1; n >= seen.end; --n) skip_value();
         sm90::wgmma_wait<0>();
         sm90::pin(scores);
-        softmax(own.end - 1, std::true_type{});
+        softmax(seen.end - 1, std::true_type{});
+        release_query();
 
         bool has_out = false;
 #pragma unroll 1
-        for (int n = own.end - 2; n >= own.begin; --n) {
+        for (int n = seen.end - 2; n >= seen.begin; --n) {
           shared.key_full[key_stage.stage].wait(key_stage.parity);
           sm90::named_barrier_sync(my_turn, kTurnThreads);
           sm90::wgmma_fence();
@@ -410,7 +443,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           has_out = true;
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
           if constexpr (kRecord) {
-            store_row_masses(row_masses + (own.end - 2 - n) * kMassWords, mass_pair, lane);
+            store_row_masses(row_masses + (seen.end - 2 - n) * kMassWords, mass_pair, lane);
           }
           sm90::wgmma_wait<1>();
           sm90::pin(scores);
@@ -418,69 +451,44 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         }
 
         shared.value_full[value_stage.stage].wait(value_stage.parity);
-        const bool has_tail = shared.tiles[slot.stage].begin < own.begin;
+        const bool has_tail = tail >= shared.tiles[slot.stage].begin;
         if (has_tail) sm90::named_barrier_sync(my_turn, kTurnThreads);
         sm90::wgmma_fence();
         issue_out(has_out);
-        if (has_tail) {
-          sm90::named_barrier_arrive(next_turn, kTurnThreads);
-          skip_key();
-        }
+        if (has_tail) sm90::named_barrier_arrive(next_turn, kTurnThreads);
         if constexpr (kRecord) {
-          store_row_masses(row_masses + (own.end - 1 - own.begin) * kMassWords, mass_pair, lane);
+          store_row_masses(row_masses + (seen.end - 1 - seen.begin) * kMassWords, mass_pair, lane);
         }
         finish_rows();
         sm90::wgmma_wait<0>();
         sm90::pin(out);
         release(shared.value_empty, value_stage);
+        if (has_tail) {
+          skip_key();
+          skip_value();
+          --tail;
+        }
       } else {
+        store_out();
         release_query();
         finish_rows();
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) out[i] = 0.0f;
       }
-
-      // (5), second part: O
-      const WorkItem item = shared.item[slot.stage];
-      const TileRange tiles = shared.tiles[slot.stage];
 #pragma unroll
-      for (int k = 0; k < kD / 16; ++k) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          packed[j] = sm90::pack<Element>(out[8 * k + 2 * j] * inverse[j % 2],
-                                          out[8 * k + 2 * j + 1] * inverse[j % 2]);
-        }
-        const int row = sm90::kWarpRows * (thread / sm90::kWarpSize) + sm90::store_row(lane);
-        sm90::store_matrices(
-            sm90::shared_address(query) +
-                sm90::swizzled_offset(sm90::kMmaRows, row, 16 * k + sm90::store_column(lane)),
-            packed[0], packed[1], packed[2], packed[3]);
+      for (int i = 0; i < kD / 4; ++i) {
+        probs[i] =
+            sm90::pack<Element>(out[2 * i] * inverse[i % 2], out[2 * i + 1] * inverse[i % 2]);
       }
-      sm90::fence_async_proxy();
-      sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
-      if (thread == 0) {
-#pragma unroll
-        for (int b = 0; b < kColumnBlocks; ++b) {
-          sm90::tma_store(params.out, query + b * kQueryBlockElements, b * sm90::kBlockColumns,
-                          row_begin, item.head, item.batch);
-        }
-        sm90::tma_store_commit();
-        has_stored = true;
-      }
-      // From here on the next item's first product may hand the slot back.
-      int n = own.begin - 1;
-      if (has_tiles && n >= tiles.begin) {
-        skip_value();
-        --n;
-      }
-      for (; n >= tiles.begin; --n) {
+      is_finished = true;
+      for (; tail >= shared.tiles[slot.stage].begin; --tail) {
         skip_key();
-        take_turn(n, tiles.end);
-        pass_turn(n, tiles.end);
+        take_turn(tail);
+        pass_turn(tail);
         skip_value();
       }
     }
+    store_out();
     if (has_stored) sm90::tma_store_wait_read();
   }
 }

@@ -32,10 +32,9 @@ bool shorter_blocks_pay(const Problem& problem, int num_multiprocessors) {
   return rows_in_turn(kD64Pair) * kShorterCost < rows_in_turn(kD64);
 }
 
-ForwardConfig config_of(const Problem& problem, bool record, int num_multiprocessors) {
+ForwardConfig config_of(const Problem& problem, int num_multiprocessors) {
   const bool shorter = problem.head_dim == 64 && shorter_blocks_pay(problem, num_multiprocessors);
-  const ForwardConfig config = problem.head_dim == 128 ? kD128 : shorter ? kD64Pair : kD64;
-  return record ? with_statistics(config) : config;
+  return problem.head_dim == 128 ? kD128 : shorter ? kD64Pair : kD64;
 }
 
 Launcher* launcher_of(const Problem& problem, bool record) {
@@ -105,8 +104,8 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
   Carver counter(nullptr);
   const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  Workspace(counter, problem, config_of(problem, record_tile_stats, num_multiprocessors),
-            record_tile_stats, num_multiprocessors);
+  Workspace(counter, problem, config_of(problem, num_multiprocessors), record_tile_stats,
+            num_multiprocessors);
   return counter.bytes();
 }
 
@@ -114,7 +113,7 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   if (is_empty(problem)) return;
   const bool record = args.tile_stats != nullptr;
   const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const ForwardConfig config = config_of(problem, record, num_multiprocessors);
+  const ForwardConfig config = config_of(problem, num_multiprocessors);
   const int l2_bytes = device_attribute(cudaDevAttrL2CacheSize);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "forward/config_sm90.h"
-#include "forward/item_sm90.cuh"
+#include "forward/item_sm90.h"
 #include "forward/params_sm90.h"
 #include "sm90/barrier.cuh"
 #include "sm90/layout.h"
@@ -28,8 +28,11 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   Element key[kConfig.key_stages][kConfig.block_keys * kConfig.head_dim];
   Element value[kConfig.value_stages][kConfig.block_keys * kConfig.head_dim];
   float inverse_sums[kQuerySlots][kConfig.num_consumers][sm90::kMmaRows];  // 1 / l, 0 without keys
-  WorkItem item[kQuerySlots];                                              // travels with Q
-  TileRange tiles[kQuerySlots];                                            // of its key tiles
+  // What travels with Q.
+  WorkItem item[kQuerySlots];
+  TileRange tiles[kQuerySlots];  // of the block
+  RowKeys keys[kQuerySlots];     // of its rows
+  ConsumerTiles consumer_tiles[kQuerySlots][kConfig.num_consumers];
   sm90::Barrier query_full[kQuerySlots], query_empty[kQuerySlots];
   sm90::Barrier key_full[kConfig.key_stages], key_empty[kConfig.key_stages];
   sm90::Barrier value_full[kConfig.value_stages], value_empty[kConfig.value_stages];

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cuda/std/limits>
 
-#include "forward/item_sm90.cuh"
+#include "forward/item_sm90.h"
 #include "sm90/layout.h"
 #include "sm90/math.cuh"
 #include "sm90/mma.cuh"
@@ -45,7 +45,7 @@ struct Rows {
 
 // Entries that the mask hides become minus infinity. A thread's elements of a row are bits of a
 // word, cut at the row's two bounds: one select an element is left, on predicates that are set by
-// the eight, and only in those parts of 32 keys where the warp needs it.
+// the eight, and only in those quarters of the tile where the warp needs it.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const RowKeys& keys,
                                             int key_begin, float sign, int thread) {
@@ -58,33 +58,31 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Ro
   uint32_t visible[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = sm90::fragment_row(thread, 2 * half);
+    const RowKeys row = keys.from(sm90::fragment_row(thread, 2 * half));
     // Bits of the elements before a key: of every eight columns the thread holds two.
     const auto before = [&](int key) {
       const int columns = min(max(key - first_column, 0), kKeys);
       return __funnelshift_lc(~0u, 0, columns / 8 * 2 + min(columns % 8, 2));
     };
-    visible[half] = before(min(keys.end + row, keys.length)) & ~before(keys.first + row);
+    visible[half] = before(min(row.end, row.length)) & ~before(row.first);
   }
   const uint32_t seen_by_all = __reduce_and_sync(kAllLanes, visible[0] & visible[1]);
-  constexpr int kPartBits = 8;
 #pragma unroll
-  for (int begin = 0; begin < kKeys / 4; begin += kPartBits) {
-    const uint32_t part = 0xffu << begin;
-    if ((seen_by_all & part) == part) continue;
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const uint32_t bits = 0xffu << 8 * quarter;
+    if ((seen_by_all & bits) == bits) continue;
 #pragma unroll
-    for (int i = begin; i < begin + kPartBits; ++i) {
+    for (int i = 8 * quarter; i < 8 * quarter + 8; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int element = 4 * (i / 2) + 2 * half + i % 2;
-        if ((visible[half] & 1u << i) == 0) scores[element] = kMinusInf;
+        if ((visible[half] & 1u << i) == 0) scores[4 * (i / 2) + 2 * half + i % 2] = kMinusInf;
       }
     }
   }
 }
 
 // Raises the references to the maxima of this tile, where these are larger.
-template <int kSize>
+template <bool kFirst, int kSize>
 __device__ __forceinline__ void raise_references(const float (&scores)[kSize], Rows& rows,
                                                  float scale_log2) {
   float top[2] = {scores[0], scores[2]};
@@ -94,12 +92,16 @@ __device__ __forceinline__ void raise_references(const float (&scores)[kSize], R
   for (int half = 0; half < 2; ++half) {
     top[half] = fmaxf(top[half], __shfl_xor_sync(kAllLanes, top[half], 1));
     top[half] = fmaxf(top[half], __shfl_xor_sync(kAllLanes, top[half], 2));
-    const float raised = fmaxf(rows.reference[half], ceilf(top[half] * scale_log2));
-    rows.alpha[half] = raised == rows.reference[half] ? 1.0f : exp2f(rows.reference[half] - raised);
+    float raised = ceilf(top[half] * scale_log2);
+    if constexpr (!kFirst) {
+      raised = fmaxf(rows.reference[half], raised);
+      rows.alpha[half] =
+          raised == rows.reference[half] ? 1.0f : exp2f(rows.reference[half] - raised);
+      rows.sum[half] *= rows.alpha[half];
+      rows.has_grown = true;
+    }
     rows.reference[half] = raised;
-    rows.sum[half] *= rows.alpha[half];
   }
-  rows.has_grown = true;
   rows.has_begun =
       __all_sync(kAllLanes, rows.reference[0] != kMinusInf && rows.reference[1] != kMinusInf);
 }
@@ -141,6 +143,34 @@ __device__ __forceinline__ void lower_probs(float (&probs)[kSize], Rows& rows, f
 #pragma unroll
   for (int i = 0; i < kSize; ++i) probs[i] *= rows.alpha[i / 2 % 2];
   rows.has_grown = true;
+}
+
+// What the rows add up to. Of the four lanes that share two rows, the even ones add up the first,
+// the odd ones the second.
+struct RowTotals {
+  float inverse[2];  // 1 / l of both rows, 0 without keys
+  float reference;   // of the lane's own row
+  float sum;
+
+  // Natural logarithm of the row's sum of exponentials.
+  __device__ __forceinline__ float lse() const {
+    constexpr float kLn2 = 0.693147180559945f;
+    return reference != kMinusInf ? (reference + log2f(sum)) * kLn2 : kMinusInf;
+  }
+};
+
+__device__ __forceinline__ RowTotals row_totals(const Rows& rows, int lane) {
+  const int own = lane % 2;
+  RowTotals totals;
+  totals.reference = own ? rows.reference[1] : rows.reference[0];
+  totals.sum = own ? rows.sum[1] : rows.sum[0];
+  totals.sum += __shfl_xor_sync(kAllLanes, own ? rows.sum[0] : rows.sum[1], 1);
+  totals.sum += __shfl_xor_sync(kAllLanes, totals.sum, 2);
+  const float inverse = totals.reference != kMinusInf ? sm90::reciprocal_approx(totals.sum) : 0.0f;
+  const float other = __shfl_xor_sync(kAllLanes, inverse, 1);
+  totals.inverse[0] = own ? other : inverse;
+  totals.inverse[1] = own ? inverse : other;
+  return totals;
 }
 
 // Q K^T of one warp's 16 rows, from the same tiles in shared memory that the warpgroup used.

@@ -23,6 +23,12 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to 16 bits, the first in the low half.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);

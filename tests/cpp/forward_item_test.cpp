@@ -1,0 +1,91 @@
+// The key tiles of a Hopper item, against the mask read row by row.
+#include "forward/item_sm90.h"
+
+#include <boost/test/unit_test.hpp>
+
+#include "backlite/backlite.h"
+
+using namespace backlite;
+using namespace backlite::forward_sm90;
+
+namespace {
+
+bool contains(const TileRange& range, int n) { return n >= range.begin && n < range.end; }
+
+void check_block(const Mask& mask, int first_row, int block_rows) {
+  const int rows_left = static_cast<int>(mask.query_length) - first_row;
+  const int num_rows = std::min(rows_left, block_rows);
+  const RowKeys block = RowKeys::of(mask, first_row);
+  const TileRange block_tiles = block.seen(num_rows);
+  const auto num_tiles = static_cast<int>(num_key_tiles(mask.key_length));
+
+  for (int i = 0; i < block_rows; i += sm90::kMmaRows) {
+    const ConsumerTiles tiles = tiles_of_consumer(block, num_rows, i);
+    BOOST_REQUIRE(tiles.seen.begin >= block_tiles.begin && tiles.seen.end <= block_tiles.end);
+    // Consumers step through the block's tiles together: each may lack one at either end.
+    if (tiles.seen.empty()) {
+      BOOST_REQUIRE(tiles.seen.begin == block_tiles.end);
+    } else {
+      BOOST_REQUIRE(tiles.seen.begin - block_tiles.begin <= 1);
+      BOOST_REQUIRE(block_tiles.end - tiles.seen.end <= 1);
+    }
+    for (int n = 0; n < num_tiles; ++n) {
+      const Range tile = mask.keys_of_tile(n);
+      bool some = false, all = tile.size() == kKeyTile;
+      for (int row = first_row + i; row < first_row + std::min(i + 64, num_rows); ++row) {
+        const Range keys = mask.keys_of_row(row);
+        some |= keys.begin < tile.end && keys.end > tile.begin && !keys.empty();
+        all &= keys.begin <= tile.begin && keys.end >= tile.end;
+        const RowKeys own = block.from(row - first_row);
+        for (int64_t key = tile.begin; key < tile.end; ++key) {
+          const bool sees = key >= own.first && key < own.end;
+          BOOST_REQUIRE(sees == (key >= keys.begin && key < keys.end));
+        }
+      }
+      BOOST_REQUIRE(contains(tiles.seen, n) == some);
+      if (some) BOOST_REQUIRE(contains(tiles.unmasked, n) == all);
+    }
+  }
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_SUITE(forward_item)
+
+BOOST_AUTO_TEST_CASE(tiles_are_those_of_the_mask) {
+  for (const int64_t query_length : {1, 63, 200, 333}) {
+    for (const int64_t key_length : {0, 1, 127, 128, 200, 640}) {
+      for (const int64_t left : {-1, 0, 17, 64, 128, 300}) {
+        for (const int64_t right : {-1, 0, 40, 256}) {
+          const Mask mask = Mask::of({.query_length = query_length,
+                                      .key_length = key_length,
+                                      .window_left = left,
+                                      .window_right = right});
+          for (const int block_rows : {128, 192}) {
+            for (int row = 0; row < query_length; row += block_rows) {
+              BOOST_TEST_CONTEXT("lengths " << query_length << " x " << key_length << ", window "
+                                            << left << "," << right << ", rows from " << row) {
+                check_block(mask, row, block_rows);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Beyond 32 bits in between: lengths of 2^30, no limit on either side.
+BOOST_AUTO_TEST_CASE(long_tensors_do_not_overflow) {
+  constexpr int64_t kLong = int64_t{1} << 30;
+  const Mask mask = Mask::of({.query_length = kLong, .key_length = kLong});
+  const TileRange tiles = RowKeys::of(mask, kLong - 128).seen(128);
+  BOOST_TEST(tiles.begin == 0);
+  BOOST_TEST(tiles.end == static_cast<int>(kLong / kKeyTile));
+  const Mask causal = Mask::of({.query_length = kLong, .key_length = kLong, .causal = true});
+  BOOST_TEST(RowKeys::of(causal, 0).seen(128).end == 1);
+  BOOST_TEST(RowKeys::of(causal, kLong - 128).unmasked(64).end ==
+             static_cast<int>(kLong / kKeyTile) - 1);
+}
+
+BOOST_AUTO_TEST_SUITE_END()
