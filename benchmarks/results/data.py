@@ -62,7 +62,7 @@ class Data:
     layers: dict[str, Json] = field(default_factory=dict)  # by name of the model
     steps: list[Json] = field(default_factory=list)
     smollm2: Json | None = None
-    smollm2_steps: Json | None = None
+    smollm2_steps: list[Json] = field(default_factory=list)
     stages: Json | None = None
 
 
@@ -122,9 +122,12 @@ def load(folder: Path) -> Data:
         path = folder / f"{kind}.json"
         return read(path, kind) if path.exists() else None
 
+    def read_all(kind: str) -> list[Json]:
+        return [read(path, kind) for path in sorted(folder.glob(f"{kind}*.json"))]
+
     data = Data(
         smollm2=read_one("smollm2"),
-        smollm2_steps=read_one("smollm2_steps"),
+        smollm2_steps=read_all("smollm2_steps"),
         stages=read_one("stages"),
     )
     for run in read_trainings(folder / "training"):
@@ -135,7 +138,7 @@ def load(folder: Path) -> Data:
         data.layers["The language model trained here"] = trained
     if data.smollm2 is not None:
         data.layers["SmolLM2-135M"] = data.smollm2
-    data.steps = [read(path, "speed") for path in sorted(folder.glob("speed*.json"))]
+    data.steps = read_all("speed")
     return data
 
 

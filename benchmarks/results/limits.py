@@ -54,8 +54,8 @@ def does_not_pay(data: Data) -> Iterator[str]:
             "one: its other parts do not change. This model has attention twice as wide as its "
             "other parts; a model with more work in them gains less."
         )
-    if data.smollm2_steps is not None:
-        points.append(f"**A GPU that waits for its host.** {waiting(data.smollm2_steps)}")
+    if data.smollm2_steps:
+        points.append(f"**A GPU that waits for its host.** {waiting(data.smollm2_steps[0])}")
     points.append(
         "**One sequence and few heads.** Then few columns of tiles share the multiprocessors, and "
         "skewed masks leave some idle: [the backward's tables](hopper-backward.md#speed) have "

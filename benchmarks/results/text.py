@@ -285,32 +285,35 @@ def smollm2(data: Data) -> Iterator[str]:
 
 
 def smollm2_steps(data: Data) -> Iterator[str]:
-    if data.smollm2_steps is None:
+    if not data.smollm2_steps:
         return
-    found = data.smollm2_steps
+    first = data.smollm2_steps[0]
     yield "### Its step at other shapes, and what the host has to do with it"
     yield (
         "The same architecture with random weights, whose attention is even: 0.7 skips about what "
         "0.05 skips in the trained model. Whole steps, all in turns, and the time in which any "
         "kernel of a step runs: where the step takes longer, the GPU waits for the host, which "
-        f"launches {found['settings']['layers']} layers of small kernels from Python. (Hosts "
+        f"launches {first['settings']['layers']} layers of small kernels from Python. (Hosts "
         "differ: this one was slower than that of the table above.) "
-        f"{machine(found)}."
+        + ("Compiled: by torch.compile, layer by layer. " if len(data.smollm2_steps) > 1 else "")
+        + f"{machine(first)}."
     )
-    yield command(found["command"])
     rows = []
-    for shape in found["shapes"]:
-        for row in shape["steps"]:
-            rows.append(
-                (
-                    f"{shape['sequences']} x {shape['context']}",
-                    attention_name(row["attention"]),
-                    f"{row['skipped']:.0%}",
-                    f"{row['step_ms']:.1f} ± {50 * row['spread']:.1f}%",
-                    f"{row['kernel_ms']:.1f}",
-                    f"{row['speedup_over_sdpa']:.2f}",
+    for found in data.smollm2_steps:
+        yield command(found["command"])
+        compiled = ", compiled" if found["settings"].get("compile") else ""
+        for shape in found["shapes"]:
+            for row in shape["steps"]:
+                rows.append(
+                    (
+                        f"{shape['sequences']} x {shape['context']}",
+                        attention_name(row["attention"]) + compiled,
+                        f"{row['skipped']:.0%}",
+                        f"{row['step_ms']:.1f} ± {50 * row['spread']:.1f}%",
+                        f"{row['kernel_ms']:.1f}",
+                        f"{row['speedup_over_sdpa']:.2f}",
+                    )
                 )
-            )
     yield table(
         ("sequences x tokens", "attention", "tiles skipped", "step, ms", "of which kernels run",
          "times SDPA's speed"), rows,
@@ -327,8 +330,11 @@ def stages(data: Data) -> Iterator[str]:
     shares = live_shares(rows[0])
     first = rows[0]
     yield "## Stages, 2k to 128k"
-    peers = (
-        "cuDNN and FlashAttention 4" if found["fa4"] else "cuDNN (FlashAttention 4 was not there)"
+    peers = "cuDNN" + (
+        " and FlashAttention 4"
+        if found["fa4"]
+        else "; FlashAttention 4 was not there ([the forward's tables](hopper-forward.md#speed) "
+        "have it)"
     )
     yield (
         f"Causal, bfloat16, {first['heads']} heads of {first['head_dim']}, 32768 tokens (one "

@@ -126,8 +126,9 @@ class Training:
         return loss.item()
 
     def skipped(self) -> float:
-        """Share of tiles in the last step, mean over the layers; waits for each."""
-        return 1.0 - statistics.fmean(a.last_density or 0.0 for a in self.back_lite)
+        """Share of tiles in the last step, mean over the layers that tell; waits for each."""
+        densities = [attention.last_density for attention in self.back_lite]
+        return 1.0 - statistics.fmean(found for found in densities if found is not None)
 
     def step(self, tokens: Tensor) -> None:
         start = time.perf_counter()

@@ -1,11 +1,13 @@
 """How long a whole training step of a SmolLM2-sized model takes: SDPA, exact and sparse BackLite.
 
     python -m examples.transformers.speed
+    python -m examples.transformers.speed --compile --shapes 1x8192
 
 The model has the shape of SmolLM2-135M and random weights, whose attention is even: a negl_prob of
 0.7 skips about what one of 0.05 skips in the trained model. Everything takes turns in one process.
 Forward, backward, clipping and optimizer count. Beside each step stands how long its kernels alone
-take: where the step takes longer, the GPU waits for the host. Writes JSON to --out.
+take: where the step takes longer, the GPU waits for the host. With --compile, torch.compile takes
+every layer but the first, which looks at the data. Writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -104,21 +106,30 @@ def main() -> None:
     add("--values", type=probability, nargs="+", default=[0.7], help="(%(default)s)")
     add("--layers", type=whole(1), default=30, help="of the model (%(default)s)")
     add("--rounds", type=whole(1), default=20, help="half of them beyond 8192 tokens")
+    add("--compile", action="store_true", help="the layers, by torch.compile")
     add("--device", type=device, default="cuda" if cuda else "cpu", help="(%(default)s)")
     add("--out", type=Path, default=Path("build/smollm2_steps.json"), help="(%(default)s)")
     args = parser.parse_args()
     different("--values", args.values)
     make_folder("--out", args.out.parent)
-    model = smollm2(args.layers, max(context for _, context in args.shapes)).to(args.device)
+    with torch.device(args.device):
+        model = smollm2(args.layers, max(context for _, context in args.shapes))
     names = dict.fromkeys(["sdpa", "0", *(f"{value:g}" for value in args.values)])
     trainings = {name: Training(model, name, learning_rate=0.0) for name in names}
+    if args.compile:
+        for training in trainings.values():
+            for layer in training.model.model.layers[1:]:
+                layer.compile()
     found = []
     for sequences, context in tqdm(args.shapes, "shapes"):
         tokens = torch.randint(49152, (sequences, context), device=args.device)
         rounds = max(3, args.rounds // (1 if tokens.numel() <= 8192 else 2))
         rows = measure(trainings, tokens, rounds)
         found.append({"sequences": sequences, "context": context, "steps": rows})
-        write_json(args.out, {"settings": {"layers": args.layers}, "shapes": found})
+        write_json(
+            args.out,
+            {"settings": {"layers": args.layers, "compile": args.compile}, "shapes": found},
+        )
         for row in rows:
             print(sequences, context, {k: v if k == "attention" else v and round(v, 3)
                                        for k, v in row.items()}, flush=True)  # fmt: skip
