@@ -118,7 +118,8 @@ def use_back_lite(model: PreTrainedModel, negl_prob: float = 0.0) -> list[BackLi
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "num_key_value_groups") and hasattr(module, "layer_idx"):
-                module.back_lite = BackLite(negl_prob)
+                # Where the layer is, or compiled code would copy the thresholds at every call.
+                module.back_lite = BackLite(negl_prob).to(next(module.parameters()).device)
                 module.back_lite_is_first = not attentions  # of hybrid models, not the first layer
                 attentions.append(module.back_lite)
     if not attentions:
