@@ -19,6 +19,8 @@ hypothesis.settings.register_profile(
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+# Before the tests are imported: their settings are taken from the profile of that moment.
+hypothesis.settings.load_profile("gpu")
 
 HERE = Path(__file__).resolve().parent
 HANG_SECONDS = 300
@@ -46,7 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _leave_torch_as_it_was() -> Iterator[None]:
     """No global setting of one test reaches the next, and a hang ends the run."""
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.__stderr__)
-    hypothesis.settings.load_profile("gpu")
     yield
     torch.use_deterministic_algorithms(False)
     faulthandler.cancel_dump_traceback_later()
