@@ -284,6 +284,23 @@ def smollm2(data: Data) -> Iterator[str]:
     yield from smollm2_steps(data)
 
 
+def compiled_steps(data: Data) -> str:
+    """What is to be said of those, if there are any."""
+    found = [
+        row
+        for steps in data.smollm2_steps
+        if steps["settings"].get("compile")
+        for shape in steps["shapes"]
+        for row in shape["steps"]
+    ]
+    if not found:
+        return ""
+    text = f"Compiled: by torch.compile, layer by layer, in {found[0]['rounds']} turns"
+    if max(row["spread"] for row in found) > 0.15:
+        text += "; whole steps that spread as much say little beside what their kernels take"
+    return text + ". "
+
+
 def smollm2_steps(data: Data) -> Iterator[str]:
     if not data.smollm2_steps:
         return
@@ -295,8 +312,7 @@ def smollm2_steps(data: Data) -> Iterator[str]:
         "kernel of a step runs: where the step takes longer, the GPU waits for the host, which "
         f"launches {first['settings']['layers']} layers of small kernels from Python. (Hosts "
         "differ: this one was slower than that of the table above.) "
-        + ("Compiled: by torch.compile, layer by layer. " if len(data.smollm2_steps) > 1 else "")
-        + f"{machine(first)}."
+        + f"{compiled_steps(data)}{machine(first)}."
     )
     rows = []
     for found in data.smollm2_steps:
