@@ -46,6 +46,8 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 9
         query, key, value, out, lse, *tile_bits = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)

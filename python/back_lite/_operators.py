@@ -143,10 +143,33 @@ _autograd_key = _C.DispatchKey.AutogradFunctionality
 _is_profiling = _C._autograd._profiler_enabled
 
 
+def _plain_keysets(backend: str) -> tuple[_C.DispatchKeySet, ...]:
+    """Return the dispatch keys of a tensor that is only memory, and of one of inference mode."""
+    keys = [
+        _C.DispatchKeySet(getattr(_C.DispatchKey, name))
+        for name in (backend, f"Autocast{backend}", f"Autograd{backend}", "ADInplaceOrView")
+    ]
+    inference = keys[0] | keys[1]
+    return inference | keys[2] | keys[3], inference
+
+
+_dispatch_keys = _C._dispatch_keys
+_PLAIN_KEYSETS = _plain_keysets("CUDA") + _plain_keysets("CPU")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a kernel may read the tensor's memory as it is.
+
+    Not so where torch keeps a sign to be changed, zeros without memory, a batch that is mapped
+    over, another layout or a subclass: 0.4 us.
+    """
+    return type(tensor) is Tensor and _dispatch_keys(tensor) in _PLAIN_KEYSETS
+
+
 def _needs_dispatcher(*tensors: Tensor | None) -> bool:
     """Tell whether something between an operator and its kernel wants to see a call."""
     for tensor in tensors:
-        if tensor is not None and (type(tensor) is not Tensor or tensor.is_neg()):
+        if tensor is not None and not is_plain(tensor):
             return True
     return (
         _C._len_torch_dispatch_stack() > 0
@@ -186,6 +209,8 @@ class _Attention(_Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 5
         query, key, value, out, lse, *tile_bits = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -258,7 +283,7 @@ def call_attention(
     window_right: int,
     record: bool,
 ) -> Sequence[Tensor]:
-    """Do what the operator does, without the dispatcher where that makes no difference: 7 us less.
+    """Do what the operator does, without the dispatcher where that makes no difference: 4 us less.
 
     ``needs_grad`` tells whether gradients are on and one of the three needs one.
     """

@@ -18,6 +18,7 @@ import oracle
 import pytest
 import torch
 from back_lite import BackLite, attention, ops, tile_stats_shape
+from back_lite._operators import is_plain
 from cases import Case
 from composition import make_block, step
 from torch import Tensor, nn
@@ -118,6 +119,14 @@ def test_a_call_does_not_synchronise(negl_prob: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+
+
+def test_a_tensor_that_is_only_memory_takes_the_short_way() -> None:
+    tensor = torch.ones(1, device="cuda", requires_grad=True)
+    with torch.inference_mode():
+        inference = torch.ones(1, device="cuda")
+    assert all(is_plain(t) for t in (tensor, tensor * 2, tensor.detach(), inference))
+    assert not is_plain(torch._neg_view(tensor))
 
 
 def test_host_time_of_a_call() -> None:

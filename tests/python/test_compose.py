@@ -246,19 +246,52 @@ def test_flops_are_counted_as_those_of_torchs_attention(negl_prob: float, device
     assert counter.get_total_flops() == expected > 0
 
 
+def _zeros_without_memory(like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch._efficientzerotensor(like.shape, device=like.device), torch.zeros_like(like)
+
+
+#: Tensors that are more than memory, which the dispatcher acts upon, and their plain twins.
+MARKED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "signs still to be changed": lambda like: (torch._neg_view(-like), like),
+    "imaginary part of a conjugate": lambda like: (torch.complex(like, -like).conj().imag, like),
+    "zeros without memory": _zeros_without_memory,
+}
+
+
+@pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
 @needs_operators
-def test_signs_that_are_still_to_be_changed(device: str) -> None:
-    """torch keeps them as a mark of the tensor, which the dispatcher acts upon."""
-    query, key, value = (t.detach() for t in leaves_of(CASE, device))
-    marked = torch._neg_view(-query)
-    assert torch.equal(attention(marked, key, value), attention(query, key, value))
+def test_marks_of_tensors_are_seen(
+    marked: Callable[[Tensor], tuple[Tensor, Tensor]], device: str
+) -> None:
+    inputs = [t.detach() for t in leaves_of(CASE, device)]
+    for i in range(3):
+        results = []
+        for tensor in marked(inputs[i]):
+            tensors = [*inputs[:i], tensor, *inputs[i + 1 :]]
+            others = [t.detach().requires_grad_() for t in tensors if t is not tensor]
+            called = [*others[:i], tensor, *others[i:]]
+            out = attention(*called)
+            with torch.no_grad():
+                assert torch.equal(attention(*called), out)
+            results.append((out, *torch.autograd.grad(out.sum(), others)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     leaves = leaves_of(CASE, device)
-    grad_out = torch.ones_like(query)
-    marked = torch._neg_view(-grad_out)
     ours, theirs = (
-        torch.autograd.grad(attention(*leaves), leaves, grad) for grad in (marked, grad_out)
+        torch.autograd.grad(attention(*leaves), leaves, grad)
+        for grad in marked(torch.ones_like(inputs[0]))
     )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@needs_operators
+def test_a_tensor_that_is_only_memory_takes_the_short_way(device: str) -> None:
+    from back_lite._operators import is_plain
+
+    tensor = torch.ones(1, device=device, requires_grad=True)
+    with torch.inference_mode():
+        inference = torch.ones(1, device=device)
+    assert all(is_plain(t) for t in (tensor, tensor * 2, tensor.detach(), inference))
+    assert not any(is_plain(t) for t in (tensor.to_sparse(), tensor.to("meta")))
 
 
 @needs_operators
@@ -397,6 +430,53 @@ def test_row44_jacrev(device: str) -> None:
     jacobian = torch.func.jacrev(some)(q.detach())
     for row, element in zip(jacobian, some(q), strict=True):
         assert torch.equal(row, torch.autograd.grad(element, q, retain_graph=True)[0])
+
+
+@needs_operators
+@pytest.mark.parametrize("negl_prob", [0.0, 0.3])
+def test_row44_gradients_of_a_batch_of_outputs(negl_prob: float, device: str) -> None:
+    """torch maps over them by a mark of the tensor, not by torch.func."""
+    leaves = leaves_of(CASE, device)
+    out, lse = attention(*leaves, negl_prob, causal=True, return_softmax_lse=True)
+    grads = torch.randn(2, *out.shape, device=device), torch.randn(2, *lse.shape, device=device)
+    mapped = torch.autograd.grad(
+        [out, lse], leaves, grads, retain_graph=True, is_grads_batched=True
+    )
+    for i in range(2):
+        one = torch.autograd.grad([out, lse], leaves, [g[i] for g in grads], retain_graph=True)
+        assert all(torch.equal(a[i], b) for a, b in zip(mapped, one, strict=True))
+
+
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_row44_gradcheck(fast_mode: bool, device: str) -> None:
+    """With everything that torch checks of reverse mode: batched and undefined gradients too."""
+    case = Case(9, 12, num_heads=2, num_key_heads=1, head_dim=8, causal=True, dtype=torch.float64)
+    torch.autograd.gradcheck(
+        lambda *tensors: attention(*tensors, causal=True, return_softmax_lse=True),
+        leaves_of(case, device),
+        check_batched_grad=hasattr(torch.library, "register_fake"),
+        fast_mode=fast_mode,
+    )
+
+
+class _GradientIs(torch.autograd.Function):
+    """The identity; its gradient is what a function makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.function(grad), None
+
+
+def test_row44_no_gradient_of_the_outputs_is_none_of_the_inputs(device: str) -> None:
+    """As after torch's own attention."""
+    leaves = leaves_of(CASE, device)
+    _GradientIs.apply(attention(*leaves, 0.3), lambda grad: None).sum().backward()
+    assert [leaf.grad for leaf in leaves] == [None] * 3
 
 
 def test_row44_forward_mode_is_refused(device: str) -> None:
