@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _thresholds, ops
+from . import _checks, _dispatch, _thresholds, ops
 from .tiles import count_live_by_head, mask_tiles
 
-# Elements that are in float64 at a time. Whole tensors would double or quadruple the memory.
-_BLOCK_ELEMENTS = 1 << 20
+# Elements that are in float64 at a time. Whole tensors would double or quadruple the memory, and
+# more blocks are more calls.
+_BLOCK_ELEMENTS = 1 << 22
 
 
 class ByGradient(NamedTuple):
@@ -28,7 +31,9 @@ class ByGradient(NamedTuple):
         """Largest number of each query head: its own dq, or dk or dv of its key head."""
         group = self.dq.shape[-1] // self.dk.shape[-1]
         by_key_head = torch.maximum(self.dk, self.dv)
-        return torch.maximum(self.dq, by_key_head.repeat_interleave(group, dim=-1))
+        if group > 1:
+            by_key_head = by_key_head.repeat_interleave(group, dim=-1)
+        return torch.maximum(self.dq, by_key_head)
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def compare_gradients(
 
     One forward, one exact backward, and one sparse backward for each value. Besides their results,
     which never are more than one exact and one sparse at a time, it holds out, LSE, the tile
-    statistics (float32 ``(B, H, Tm, Tn)``) and a few MiB.
+    statistics (float32 ``(B, H, Tm, Tn)``) and up to 64 MiB.
 
     Shapes: B = batch, H = query heads, Hk = key heads, Sq, Sk = lengths, D = head_dim.
 
@@ -181,92 +186,247 @@ def compare_gradients(
             "each a number or one per head"
         )
     thresholds = tuple(_thresholds.parse(value) for value in negl_prob)
-    query, key, value = (x.detach() if isinstance(x, Tensor) else x for x in (query, key, value))
-
-    def timed_backward(tile_bits: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
-        start = _now(out)
-        gradients = ops.backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            tile_bits,
-            grad_lse,
-            scale=scale,
-            causal=causal,
-            window_size=window_size,
-        )
-        return gradients, _now(out) - start
-
-    with torch.no_grad():
-        out, lse, stats = ops.forward(
-            query, key, value, scale=scale, causal=causal, window_size=window_size, record=True
-        )
-        assert stats is not None
-        lengths = query.shape[1], key.shape[1]
-        exact, exact_seconds = timed_backward(None)
-        exact_squares = torch.cat([_sums(gradient)[0] for gradient in exact]).cpu()
-        if not exact_squares.isfinite().all():
+    problem = _Problem(
+        query,
+        key,
+        value,
+        grad_out,
+        grad_lse,
+        scale=scale,
+        causal=causal,
+        window_size=window_size,
+        is_timed=True,
+    )
+    rows: list[Tensor] = []
+    live: list[Tensor] = []
+    seconds = [problem.seconds]
+    for threshold in thresholds:
+        tile_bits, norms, sparse_seconds = problem.measure(threshold)
+        rows.append(problem.layout.sums(norms.cpu()))
+        if not rows[-1][0].isfinite().all():
             raise _not_finite(query, key, value, grad_out, grad_lse)
-        rows: list[Tensor] = []
-        live: list[Tensor] = []
-        seconds = [exact_seconds]
-        for threshold in thresholds:
-            tile_bits = ops.select(
-                stats,
-                threshold,
-                query_length=lengths[0],
-                key_length=lengths[1],
-                causal=causal,
-                window_size=window_size,
-            )
-            live.append(count_live_by_head(tile_bits))
-            sparse, sparse_seconds = timed_backward(tile_bits)
-            rows.append(torch.cat([_sums(*pair) for pair in zip(exact, sparse, strict=True)], 1))
-            seconds.append(sparse_seconds)
-            del sparse  # before the next one is made
-    grid = mask_tiles(*lengths, causal=causal, window_size=window_size, device="cpu")
-    squares, dot, difference = torch.stack(rows, dim=1).cpu()
-    return GradientComparison(
+        live.append(count_live_by_head(tile_bits))
+        seconds.append(sparse_seconds)
+    return problem.layout.comparison(
         thresholds,
-        query.shape[2],
-        exact_squares,
-        squares,
-        dot,
-        difference,
+        torch.stack(rows, dim=1),
         torch.stack(live).cpu(),
-        int(grid.sum()) * query.shape[0],
         torch.tensor(seconds, dtype=torch.float64, device="cpu"),
     )
 
 
-def _sums(exact: Tensor, sparse: Tensor | None = None) -> Tensor:
-    """Sum over batch, length and head_dim: ``(1, heads)`` or ``(3, heads)`` float64.
+class PendingComparison:
+    """A comparison for one value whose numbers may still be on the way, as the GPU's work is.
 
-    The square of the exact gradient; or the square of the sparse one, their product, and the square
-    of their difference.
+    Takes what :func:`compare_gradients` does, but for one value, and raises the same, except that
+    gradients that are not finite show in :meth:`result`. Nothing waits for a GPU, and no times are
+    taken.
     """
-    batch, _, num_heads, head_dim = exact.shape
-    rows = max(1, _BLOCK_ELEMENTS // max(1, batch * num_heads * head_dim))
-    total = exact.new_zeros(1 if sparse is None else 3, num_heads, dtype=torch.float64)
-    for start in range(0, exact.shape[1], rows):
-        e = exact[:, start : start + rows].double()
-        if sparse is None:
-            total[0] += e.square().sum(dim=(0, 1, 3))
-            continue
-        s = sparse[:, start : start + rows].double()
-        total[0] += s.square().sum(dim=(0, 1, 3))
-        total[1] += (e * s).sum(dim=(0, 1, 3))
-        total[2] += (s - e).square().sum(dim=(0, 1, 3))
-    return total
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        negl_prob: Sequence[float],
+        *,
+        grad_lse: Tensor | None,
+        scale: float | None,
+        causal: bool,
+        window_size: Sequence[int],
+    ) -> None:
+        self._threshold = _thresholds.parse(negl_prob)
+        problem = _Problem(
+            query,
+            key,
+            value,
+            grad_out,
+            grad_lse,
+            scale=scale,
+            causal=causal,
+            window_size=window_size,
+            is_timed=False,
+        )
+        tile_bits, norms, _ = problem.measure(self._threshold)
+        self._layout = problem.layout  # and not the problem with its tensors
+        self._tile_bits = tile_bits.to("cpu", non_blocking=True)
+        self._norms = norms.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if query.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(query.device))
+
+    def result(self) -> GradientComparison | None:
+        """Wait for the numbers; None where a gradient, exact or sparse, is not finite."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sums = self._layout.sums(self._norms)[:, None]
+        if not math.isfinite(sums.max()):  # of squares; NaN is the largest
+            return None
+        live = count_live_by_head(self._tile_bits)[None]
+        seconds = torch.zeros(2, dtype=torch.float64, device="cpu")
+        return self._layout.comparison((self._threshold,), sums, live, seconds)
 
 
-def _now(like: Tensor) -> float:
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
-    return time.perf_counter()
+class _Group(NamedTuple):
+    """Gradients of one length, which are summed as one tensor, by blocks of rows."""
+
+    members: tuple[int, ...]  # 0: dQ, 1: dK, 2: dV
+    num_heads: int  # of all of them
+    rows: int
+    num_blocks: int
+
+
+class _Layout(NamedTuple):
+    """How the numbers of a problem lie."""
+
+    num_heads: int
+    groups: list[_Group]
+    allowed: int
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, allowed: int) -> _Layout:
+        batch, query_length, num_heads, head_dim = query.shape
+        key_length, num_key_heads = key.shape[1:3]
+
+        def group(length: int, members: tuple[int, ...], heads: int) -> _Group:
+            row = 2 * batch * heads * head_dim
+            least = max(1, -(-length * row // _BLOCK_ELEMENTS))  # blocks; and then of equal size
+            rows = max(1, -(-length // least))
+            return _Group(members, heads, rows, max(1, -(-length // rows)))
+
+        if query_length == key_length:
+            groups = [group(query_length, (0, 1, 2), num_heads + 2 * num_key_heads)]
+        else:
+            groups = [
+                group(query_length, (0,), num_heads),
+                group(key_length, (1, 2), 2 * num_key_heads),
+            ]
+        return _Layout(num_heads, groups, allowed * batch)
+
+    def norms(self, exact: Sequence[Tensor], sparse: Sequence[Tensor]) -> Tensor:
+        """Take norms by block and head: of exact and sparse, and of their difference; one row.
+
+        Calls of torch are what this costs on small tensors; so all gradients and heads are one.
+        """
+        norms = []
+        for group in self.groups:
+            tensors = [gradients[i] for gradients in (exact, sparse) for i in group.members]
+            for block in zip(*(x.split(group.rows, dim=1) for x in tensors), strict=True):
+                both = torch.cat(block, dim=2).double()
+                norms.append(torch.linalg.vector_norm(both, dim=(0, 1, 3)))
+                one, other = both.chunk(2, dim=2)
+                norms.append(torch.linalg.vector_norm(other.sub_(one), dim=(0, 1, 3)))
+        return torch.cat(norms)
+
+    def sums(self, norms: Tensor) -> Tensor:
+        """Sum over batch, length and head_dim: float64 ``(3, H + 2 Hk)``.
+
+        The squares of the exact gradient, of the sparse one, and of their difference.
+        """
+        sizes = [3 * group.num_blocks * group.num_heads for group in self.groups]
+        parts = norms.square().split(sizes)
+        return torch.cat(
+            [
+                part.view(group.num_blocks, 3, group.num_heads).sum(0)
+                for part, group in zip(parts, self.groups, strict=True)
+            ],
+            dim=1,
+        )
+
+    def comparison(
+        self,
+        thresholds: tuple[_thresholds.Thresholds, ...],
+        sums: Tensor,
+        live: Tensor,
+        seconds: Tensor,
+    ) -> GradientComparison:
+        """Put the numbers of V values together; sums are ``(3, V, H + 2 Hk)``."""
+        exact, sparse, difference = sums
+        return GradientComparison(
+            thresholds,
+            self.num_heads,
+            exact[0],
+            sparse,
+            (exact + sparse - difference) / 2,
+            difference,
+            live,
+            self.allowed,
+            seconds,
+        )
+
+
+class _Problem:
+    """Inputs with their exact gradients; one sparse backward a value."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        *,
+        scale: float | None,
+        causal: bool,
+        window_size: Sequence[int],
+        is_timed: bool,
+    ) -> None:
+        query, key, value = (
+            x.detach() if isinstance(x, Tensor) else x for x in (query, key, value)
+        )
+        self._is_timed = is_timed
+        with torch.no_grad():
+            out, lse, stats = ops.forward(
+                query, key, value, scale=scale, causal=causal, window_size=window_size, record=True
+            )
+            assert stats is not None
+            self._stats, self._lengths = stats, (query.shape[1], key.shape[1])
+            self._tensors = grad_out, query, key, value, out, lse
+            self._grad_lse = grad_lse
+            self._mask = causal, *_checks.check_window(window_size)
+            self._scale = _checks.check_scale(scale)
+            start = self._now()
+            self._exact = ops.backward(
+                *self._tensors,
+                None,
+                grad_lse,
+                scale=scale,
+                causal=causal,
+                window_size=window_size,
+            )
+            self.seconds = self._now() - start
+        self.layout = _Layout.of(query, key, _count_allowed(*self._lengths, *self._mask))
+
+    def measure(self, thresholds: _thresholds.Thresholds) -> tuple[Tensor, Tensor, float]:
+        """Return tile bits, norms (see :class:`_Layout`) and the seconds of a sparse backward."""
+        count = _thresholds.count(thresholds)
+        if count not in (1, self.layout.num_heads):
+            raise _thresholds.wrong_count(count, self.layout.num_heads)
+        with torch.no_grad():
+            # What the checks of the stages say is known already.
+            fixed = _thresholds.fixed_point(thresholds, self._stats.device)
+            tile_bits = _dispatch.call_select(self._stats, fixed, *self._lengths, *self._mask)
+            start = self._now()
+            sparse = _dispatch.call_backward(
+                *self._tensors, tile_bits, self._grad_lse, self._scale, *self._mask
+            )
+            seconds = self._now() - start
+            return tile_bits, self.layout.norms(self._exact, sparse), seconds
+
+    def _now(self) -> float:
+        if self._is_timed and self._stats.is_cuda:
+            torch.cuda.synchronize(self._stats.device)
+        return time.perf_counter()
+
+
+@functools.lru_cache(maxsize=64)
+def _count_allowed(query_length: int, key_length: int, causal: bool, left: int, right: int) -> int:
+    grid = mask_tiles(
+        query_length, key_length, causal=causal, window_size=(left, right), device="cpu"
+    )
+    return int(grid.sum())
 
 
 def _not_finite(

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _kernels
 from ._kernels import Gradients
 
-select = _kernels.select
+call_select = _kernels.select
 
 
 def is_compiling() -> bool:
@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse, *tile_bits = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        gradients = backward(
+        gradients = call_backward(
             grad_out,
             query,
             key,
@@ -86,7 +86,7 @@ def _call_attention(needs_grad: bool, *arguments: Any) -> Sequence[Tensor]:
     return cast(tuple[Tensor, ...], _apply_attention(*arguments))
 
 
-def backward(*arguments: Any) -> Gradients:
+def call_backward(*arguments: Any) -> Gradients:
     """Run the backward, as a node that has no derivative."""
     return cast(Gradients, _apply_backward(*arguments))
 

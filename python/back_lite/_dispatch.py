@@ -7,18 +7,31 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING or hasattr(torch.library, "register_fake"):
-    from ._operators import autocast_dtype, backward, call_attention, is_compiling, select
+    from ._operators import (
+        autocast_dtype,
+        call_attention,
+        call_backward,
+        call_select,
+        is_compiling,
+    )
 else:
-    from ._compat import autocast_dtype, backward, call_attention, is_compiling, select
+    from ._compat import (
+        autocast_dtype,
+        call_attention,
+        call_backward,
+        call_select,
+        is_compiling,
+    )
 
 __all__ = [
     "autocast_dtype",
-    "backward",
     "call_attention",
+    "call_backward",
+    "call_select",
+    "has_numbers",
     "hides_gradients",
     "is_compiling",
     "is_readable",
-    "select",
 ]
 
 
@@ -40,3 +53,15 @@ def is_readable(tensor: torch.Tensor) -> bool:
     return not (
         torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
     ) and not torch._is_functional_tensor(tensor)
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Tell whether a result holds numbers that can be read once transforms of torch.func are done.
+
+    Those of vmap, of fake tensors and of what traces do not.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._is_functional_tensor(tensor):
+        return False
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return not torch._C._functorch.is_batchedtensor(tensor)

@@ -298,6 +298,29 @@ def call_attention(
     return outputs
 
 
+def call_select(tile_stats: Tensor, negl_prob: Tensor, *options: Any) -> Tensor:
+    """Do what the operator does, without the dispatcher where that makes no difference."""
+    tile_bits: Tensor  # not a cast, as in call_attention
+    if is_compiling() or _needs_dispatcher(tile_stats, negl_prob):
+        tile_bits = select(tile_stats, negl_prob, *options)
+    else:
+        tile_bits = _kernels.select(tile_stats, negl_prob, *options)
+    return tile_bits
+
+
+def call_backward(*arguments: Any) -> Gradients:
+    """Do what the operator does, without the dispatcher where that makes no difference.
+
+    With gradients switched on, the results are of a node that tells that it has no derivative.
+    """
+    gradients: Gradients
+    if is_compiling() or torch.is_grad_enabled() or _needs_dispatcher(*arguments[:8]):
+        gradients = backward(*arguments)
+    else:
+        gradients = _kernels.backward(*arguments)
+    return gradients
+
+
 class _Backward(_Function):
     """The first derivative, as a node whose own backward explains that there is none."""
 

@@ -149,10 +149,8 @@ def fill_table(table: Tensor, thresholds: Thresholds) -> None:
         _counts[address] = count(thresholds)
     if isinstance(thresholds, tuple):
         # In one copy, so that nothing comes between two halves of it.
-        padding = [-1] * (TABLE_SIZE - len(thresholds))
-        fixed = [_fixed(value) for value in thresholds]
-        table.copy_(
-            torch.tensor(fixed + padding, dtype=torch.int64, device="cpu"), non_blocking=True
-        )
+        row = torch.full((TABLE_SIZE,), -1, dtype=torch.int64, device="cpu")
+        row[: len(thresholds)] = fixed_point(thresholds, torch.device("cpu"))
+        table.copy_(row, non_blocking=True)
     else:
         table.fill_(_fixed(thresholds))

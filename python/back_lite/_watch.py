@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from . import _dispatch
 from .attention import BackLite
 
 
@@ -29,8 +30,8 @@ def watch(module: BackLite, receive: Callable[[Call], None]) -> RemovableHandle:
     """Hand every call of a module to ``receive`` when its gradient arrives, until removed.
 
     ``receive`` runs inside the backward, without gradients, so that the tensors of one call are
-    held at a time; what it raises leaves the backward. Calls without a gradient are not seen, nor
-    those from code that was compiled before.
+    held at a time; what it raises leaves the backward. Not seen are calls without a gradient, from
+    compiled code, inside ``torch.func.vmap`` or a captured CUDA graph, and on fake tensors.
     """
     return module.register_forward_hook(_AfterForward(receive), with_kwargs=True)
 
@@ -48,8 +49,12 @@ class _AfterForward:
         self, _: BackLite, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
         receive = self.receive
+        if receive is None or _dispatch.is_compiling():
+            return
         out, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
-        if receive is None or not out.requires_grad:
+        if not out.requires_grad or not _dispatch.has_numbers(out):
+            return
+        if out.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         # Autocast casts inside the call.

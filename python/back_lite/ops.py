@@ -114,7 +114,7 @@ def select(
         fixed = _thresholds.fixed_point(_thresholds.parse(negl_prob), device)
     if fixed.shape[0] not in (1, expected[1]):
         raise _thresholds.wrong_count(fixed.shape[0], expected[1])
-    tile_bits: Tensor = _dispatch.select(
+    tile_bits: Tensor = _dispatch.call_select(
         tile_stats, fixed, query_length, key_length, causal, left, right
     )
     return tile_bits
@@ -167,7 +167,7 @@ def backward(
     if tile_bits is not None:
         shape = tile_bits_shape(batch, num_heads, query_length, key.shape[1])
         _checks.check_tensor("tile_bits", tile_bits, torch.int32, shape, device)
-    gradients: tuple[Tensor, Tensor, Tensor] = _dispatch.backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = _dispatch.call_backward(
         grad_out, query, key, value, out, lse, tile_bits, grad_lse, scale, causal, left, right
     )
     return gradients

@@ -110,6 +110,18 @@ def test_sums_of_two_calls_are_those_of_both_together() -> None:
         torch.testing.assert_close(mine, true)
 
 
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.id)
+def test_sums_do_not_depend_on_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = compare(case, VALUES)
+    for elements in (1, 20_000):
+        monkeypatch.setattr("back_lite._compare._BLOCK_ELEMENTS", elements)
+        parts = compare(case, VALUES)
+        for name in ("exact", "sparse", "dot", "difference"):
+            torch.testing.assert_close(
+                getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=0
+            )
+
+
 def test_zero_gradients_have_no_error() -> None:
     query, key, value, grad_out, _ = Case(130, 130, head_dim=16, topics=True).inputs()
     found = back_lite.compare_gradients(query, key, value, 0 * grad_out, [0.3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import math
@@ -15,9 +16,10 @@ import back_lite
 import child
 import pytest
 import torch
-from back_lite import BackLite, Controller, Target
+from back_lite import BackLite, Controller, Target, _dispatch
 from test_calibration import Model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 TARGET = Target(relative_l2=0.1)
 
@@ -282,6 +284,191 @@ def test_target_far_out_of_reach() -> None:
     )
 
 
+def attend(controlled: BackLite, length: int = 300, heads: int = 4) -> None:
+    rng = torch.Generator().manual_seed(length)
+    shape = 2, length, heads, 8
+    query, key, value = (torch.randn(shape, generator=rng, requires_grad=True) for _ in range(3))
+    controlled(3 * query, key, value, causal=True).square().sum().backward()
+
+
+def test_closed_it_takes_no_more_steps() -> None:
+    training = Training().run(2)
+    training.controller.close()
+    state = training.controller.state_dict()
+    for call in (training.controller.step, lambda: training.controller.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match=r"closed: close\(\) was called"):
+            call()
+    assert not any(layer._forward_hooks for layer in training.model.layers)
+
+
+def test_the_last_controller_owns_the_model() -> None:
+    training = Training(every=1).run(1)
+    second = Controller(training.model.layers[1], TARGET, every=1, warmup=0)
+    with pytest.raises(RuntimeError, match="another Controller of the same model"):
+        training.controller.step()
+    training.model(draw(1)).backward()
+    second.step()
+    assert min(training.thresholds[1]) > 0.0
+    third = Training(every=1)
+    third.controller.close()
+    assert Controller(third.model, TARGET).state_dict()["num_steps"] == 0
+
+
+def test_ranks_that_cannot_agree_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(every=1).run(3)
+    before = training.controller.state_dict(), training.thresholds
+    gathered = []
+
+    def gather(slices: list[Any], mine: Any) -> None:
+        gathered.append(mine)
+        if len(gathered) == 1:
+            raise ConnectionError("a rank is gone")
+        theirs = copy.deepcopy(mine)
+        if len(gathered) == 2:  # another negl_prob in the last layer: the first would have moved
+            found = theirs["layers.1"].found
+            values = (tuple(value / 2 for value in found.negl_prob[0]),)
+            theirs["layers.1"] = theirs["layers.1"]._replace(
+                found=dataclasses.replace(found, negl_prob=values)
+            )
+        slices[:] = [mine, theirs]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    training.model(draw(3)).backward()
+    for kind in (ConnectionError, ValueError):
+        with pytest.raises(kind):
+            training.controller.step()
+        assert (training.controller.state_dict(), training.thresholds) == before
+    training.controller.step()
+    assert training.thresholds != before[1]
+
+
+def test_a_sparse_gradient_that_overflows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(every=1).run(3)
+    before = training.thresholds
+    call_backward = _dispatch.call_backward
+
+    def overflow(*arguments: Any) -> Any:
+        dq, dk, dv = call_backward(*arguments)
+        return (dq / 0 if arguments[6] is not None else dq), dk, dv
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_dispatch, "call_backward", overflow)
+        training.run(1)
+    assert [record["relative_l2"] for record in training.records[-2:]] == [None, None]
+    assert training.thresholds == before
+
+
+@pytest.mark.parametrize("length", [0, 5, 128])
+def test_where_nothing_can_be_skipped_nothing_moves(length: int) -> None:
+    """An error of 0 would take the thresholds up, to be far too high for the next long text."""
+    layer = BackLite()
+    records: list[dict[str, Any]] = []
+    controller = Controller(layer, TARGET, every=1, warmup=0, log=records.append)
+    attend(layer, 300)
+    controller.step()
+    before = torch.as_tensor(layer.negl_prob).tolist()
+    attend(layer, length)
+    controller.step()
+    assert torch.as_tensor(layer.negl_prob).tolist() == before
+    assert [record["relative_l2"] is None for record in records] == [False, True]
+
+
+def test_other_heads_than_in_the_state() -> None:
+    """With one head the layer takes the threshold, as one for all."""
+    layer = BackLite()
+    controller = Controller(layer, TARGET, every=1, warmup=0)
+    layers = {"": {"proposed": [0.1], "estimates": [1.0]}}
+    controller.load_state_dict({"version": 1, "num_steps": 3, "layers": layers})
+    with pytest.raises(ValueError, match="layer '' has 4 query heads: accepted are 1"):
+        attend(layer)
+    assert controller.state_dict()["layers"] == layers
+
+
+def test_more_heads_than_a_module_takes() -> None:
+    layer = BackLite()
+    controller = Controller(layer, TARGET, every=1, warmup=0)
+    with pytest.raises(ValueError, match="1025 entries"):
+        attend(layer, 130, heads=1025)
+    assert controller.state_dict() == {"version": 1, "num_steps": 0, "layers": {}}
+
+
+def test_gradients_of_transforms_are_measured_or_not_seen() -> None:
+    layer = BackLite()
+    records: list[dict[str, Any]] = []
+    controller = Controller(layer, TARGET, every=1, warmup=0, log=records.append)
+    query = draw(0).unflatten(2, (4, 16))
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(3 * x, x, x, causal=True).square().sum()
+
+    torch.func.grad(loss)(query)
+    controller.step()
+    assert records[-1]["relative_l2"] is not None
+    torch.func.vmap(torch.func.grad(loss))(query[:, None])
+    controller.step()
+    assert records[-1]["relative_l2"] is None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attend(layer)
+    controller.step()
+    assert records[-1]["relative_l2"] is None
+
+
+def test_compiled_layers_are_refused_unless_taken_out() -> None:
+    """Not seen at some steps alone: hooks that compiled code saw would break it into pieces."""
+
+    def train(take_out: bool, is_compiled: bool) -> tuple[Training, list[tuple[int, str]]]:
+        torch._dynamo.reset()
+        training, raised = Training(every=2), []
+        if take_out:
+            layers = training.model.layers
+            for index, layer in enumerate(layers):
+                layers[index] = torch.compiler.disable(layer)
+        model = training.model
+        called = torch.compile(model, backend="aot_eager") if is_compiled else model
+        for step in range(6):
+            called(draw(step)).backward()
+            try:
+                training.controller.step()
+            except RuntimeError as error:
+                raised.append((step, str(error)))
+        return training, raised
+
+    blind, ((step, words),) = train(take_out=False, is_compiled=True)
+    assert step == 1
+    assert "in 4 turns no BackLite module was called where the controller sees it" in words
+    assert blind.thresholds == [[0.0] * 4] * 2
+    assert all(record["relative_l2"] is None for record in blind.records)
+    seeing, raised = train(take_out=True, is_compiled=True)
+    eager, _ = train(take_out=False, is_compiled=False)
+    assert not raised
+    for one, other in zip(seeing.thresholds, eager.thresholds, strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_a_measurement_makes_few_calls_of_torch() -> None:
+    """On a GPU they are its time; 308 in benchmarks/controller.py, as it was once."""
+    training = Training(every=1).run(1)
+    training.controller.close()
+    controller = Controller(training.model.layers[0], TARGET, every=1, warmup=0)
+
+    def count() -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            training.model(draw(1)).backward()
+            if not controller._closed:
+                controller.step()
+        return sum(
+            event.name.startswith(("aten::", "back_lite::")) and event.cpu_parent is None
+            for event in profiled.events()
+        )
+
+    count()
+    measured = count()
+    controller.close()
+    assert 20 < measured - count() < 140
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -322,6 +509,8 @@ def test_state_of_another_model_or_version_is_refused() -> None:
         (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(0, math.nan), "nan"),
         (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(0, 0.0), "[0.0"),
         (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(2, 3.0), "[2] = 3.0"),
+        (lambda state: state["layers"]["layers.1"]["proposed"].__setitem__(2, 1e-320), "1e-320"),
+        (lambda state: state["layers"]["layers.1"]["estimates"].__setitem__(2, 1e308), "1e+308"),
         (
             lambda state: state["layers"].update(
                 {"layers.1": {"proposed": [0.1] * 6, "estimates": [1.0] * 6}}
