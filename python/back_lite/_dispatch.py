@@ -55,13 +55,18 @@ def is_readable(tensor: torch.Tensor) -> bool:
     ) and not torch._is_functional_tensor(tensor)
 
 
+# Batched by is_grads_batched=True; torch before 2.3 cannot be asked.
+_is_legacy_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
+
+
 def has_numbers(tensor: torch.Tensor) -> bool:
     """Tell whether a result holds numbers that can be read once transforms of torch.func are done.
 
-    Those of vmap, of fake tensors and of what traces do not.
+    A batch that is mapped over does not, nor do fake tensors or what a trace sees.
     """
     if torch._C._len_torch_dispatch_stack() > 0 or torch._is_functional_tensor(tensor):
         return False
-    while torch._C._functorch.is_gradtrackingtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return not torch._C._functorch.is_batchedtensor(tensor)
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return not (functorch.is_batchedtensor(tensor) or _is_legacy_batch(tensor))

@@ -31,7 +31,8 @@ def watch(module: BackLite, receive: Callable[[Call], None]) -> RemovableHandle:
 
     ``receive`` runs inside the backward, without gradients, so that the tensors of one call are
     held at a time; what it raises leaves the backward. Not seen are calls without a gradient, from
-    compiled code, inside ``torch.func.vmap`` or a captured CUDA graph, and on fake tensors.
+    compiled code, inside vmap (of the gradient as well) or a captured CUDA graph, and on fake
+    tensors.
     """
     return module.register_forward_hook(_AfterForward(receive), with_kwargs=True)
 
@@ -65,6 +66,8 @@ class _AfterForward:
         window_size = given.get("window_size", (-1, -1))
 
         def after_backward(grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
+            if not all(g is None or _dispatch.has_numbers(g) for g in (grad_out, grad_lse)):
+                return
             with torch.no_grad():
                 if grad_out is None:
                     grad_out = torch.zeros_like(query)

@@ -413,6 +413,18 @@ def test_gradients_of_transforms_are_measured_or_not_seen() -> None:
         attend(layer)
     controller.step()
     assert records[-1]["relative_l2"] is None
+    # Of the gradient alone.
+    torch.func.jacrev(lambda x: layer(3 * x, x, x)[0, :2, 0, 0])(query)
+    controller.step()
+    assert records[-1]["relative_l2"] is None
+    leaf = query.clone().requires_grad_()
+    for return_lse in (False, True):
+        out = layer(3 * leaf, leaf, leaf, return_softmax_lse=return_lse)
+        out = out if return_lse else (out,)
+        batch = [torch.ones(2, *x.shape) for x in out]
+        torch.autograd.grad(out, leaf, batch, is_grads_batched=True)
+        controller.step()
+        assert records[-1]["relative_l2"] is None
 
 
 def test_compiled_layers_are_refused_unless_taken_out() -> None:
