@@ -31,6 +31,8 @@ UNKNOWN = {
     "softcap": "soft-capped scores are not supported",
     "s_aux": "attention sinks are not supported",
     "position_bias": "position biases are not supported",
+    "indices": "a model's own choice of keys is not supported",
+    "block_indices": "a model's own choice of keys is not supported",
     "output_attentions": "attention probabilities are never stored",
 }
 
@@ -54,6 +56,12 @@ def back_lite_mask(
         raise NotImplementedError(
             f"attention_mask marks {padding} tokens as padding: padded batches are not supported "
             "yet; accepted are whole sequences of one length, with a mask of ones or none"
+        )
+    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length:
+        raise NotImplementedError(
+            f"attention_mask covers {attention_mask.shape[-1]} of {kv_offset + kv_length} tokens: "
+            "the others count as padding, which is not supported yet; accepted is a mask of ones "
+            "for all of them, or none"
         )
     if local_size is not None:
         raise NotImplementedError(f"sliding_window = {local_size}: {UNKNOWN['sliding_window']}")

@@ -99,13 +99,24 @@ PACKED = torch.cat([torch.arange(100), torch.arange(LENGTH - 100)]).expand(2, -1
     ("options", "message"),
     [
         ({"attention_mask": PADDED}, "attention_mask marks 10 tokens as padding"),
+        ({"attention_mask": PADDED[:1, :1].expand(2, 50)}, "attention_mask covers 50 of 300"),
+        ({"indices": torch.zeros(2, LENGTH, 8)}, "indices is given"),
         ({"position_ids": PACKED, "use_cache": False}, "packed sequences"),
         ({"position_ids": PACKED, "use_cache": True}, "position_ids start again"),
         ({"cu_seq_lens_q": torch.tensor([0, 100, LENGTH])}, "cu_seq_lens_q is given"),
         ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH).bool()}, "4 dimensions"),
         ({"output_attentions": True}, "output_attentions is given"),
     ],
-    ids=["padded", "packed", "packed-cache", "cu_seq_lens", "mask-4d", "probabilities"],
+    ids=[
+        "padded",
+        "short-mask",
+        "indices",
+        "packed",
+        "packed-cache",
+        "cu_seq_lens",
+        "mask-4d",
+        "probabilities",
+    ],
 )
 def test_refused_by_name(options: dict[str, Any], message: str) -> None:
     model = tiny_model()
