@@ -105,6 +105,10 @@ def read_trainings(folder: Path) -> list[Training]:
         what |= {"text": content["text"], "gpu": content["machine"].get("gpu")}
         what |= {"torch": content["versions"]["torch"]}
         what["steps"] = len(content["run"]["train_loss"])
+        for name in ("validation", "density"):
+            what[name] = [step for step, _ in content["run"][name]]
+            if not what[name]:
+                raise SystemExit(f"{path}: run.{name} = []: accepted is that of a whole training")
         expected = expected or {**what, "size": "large", "steps": settings["steps"]}
         for name, value in expected.items():
             if what.get(name) != value:

@@ -66,6 +66,16 @@ def test_trainings_of_two_kinds_are_not_averaged(
     assert str(path) in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["validation", "density"])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_trainings_that_were_cut_off_are_refused(name: str, kept: int, tmp_path: Path) -> None:
+    run = {**EXACT["run"], name: EXACT["run"][name][:kept]}
+    write_training(tmp_path, "a", EXACT)
+    path = write_training(tmp_path, "b", {**EXACT, "run": run}, seed=1)
+    with pytest.raises(SystemExit, match=rf"{re.escape(str(path))}: .*{name} = \["):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"command": "x"}', '{"a": NaN}', "\xff"])
 def test_a_file_that_is_none_of_ours_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "stages.json").write_bytes(text.encode("latin-1"))
