@@ -57,12 +57,6 @@ def back_lite_mask(
             f"attention_mask marks {padding} tokens as padding: padded batches are not supported "
             "yet; accepted are whole sequences of one length, with a mask of ones or none"
         )
-    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length:
-        raise NotImplementedError(
-            f"attention_mask covers {attention_mask.shape[-1]} of {kv_offset + kv_length} tokens: "
-            "the others count as padding, which is not supported yet; accepted is a mask of ones "
-            "for all of them, or none"
-        )
     if local_size is not None:
         raise NotImplementedError(f"sliding_window = {local_size}: {UNKNOWN['sliding_window']}")
     if mask_function is not causal_mask_function:
@@ -74,6 +68,12 @@ def back_lite_mask(
         raise NotImplementedError(
             f"past_key_values: {kv_length} keys for {q_length} queries from position {q_offset}: "
             "accepted is a cache that ends with the last query, such as DynamicCache"
+        )
+    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length:
+        raise NotImplementedError(
+            f"attention_mask covers {attention_mask.shape[-1]} of {kv_offset + kv_length} tokens: "
+            "the others count as padding, which is not supported yet; accepted is a mask of ones "
+            "for all of them, or none"
         )
 
 

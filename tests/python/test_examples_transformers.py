@@ -84,6 +84,16 @@ def test_generation_with_a_cache_is_that_of_sdpa() -> None:
     assert torch.equal(model.generate(tokens()[:1, :20], **options), expected)
 
 
+def test_a_cache_of_fixed_length_is_refused() -> None:
+    """Its keys go on behind the last query, where the mask ends."""
+    model = tiny_model().eval()
+    use_back_lite(model)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    options: dict[str, Any] = {"max_new_tokens": 6, "attention_mask": mask, "pad_token_id": 0}
+    with pytest.raises(NotImplementedError, match="past_key_values: 25 keys for 20 queries"):
+        model.generate(tokens()[:1, :20], cache_implementation="static", **options)
+
+
 def test_a_mask_of_ones_is_no_padding() -> None:
     model = tiny_model()
     use_back_lite(model)
