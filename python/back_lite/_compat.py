@@ -29,11 +29,19 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
+def _in_memory(tensor: Any) -> Any:
+    """Carry out what torch keeps as a mark of the tensor: a sign, or zeros without memory."""
+    if isinstance(tensor, Tensor):
+        return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+    return tensor
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, negl_prob: Tensor | None, *options: Any
     ) -> tuple[Tensor, ...]:
+        query, key, value = map(_in_memory, (query, key, value))
         outputs = _kernels.attention(query, key, value, negl_prob, *options)
         *ctx.mask, record = options
         if record:
@@ -68,7 +76,7 @@ class _Attention(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Gradients:
-        return _kernels.backward(*arguments)
+        return _kernels.backward(*map(_in_memory, arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

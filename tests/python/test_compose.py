@@ -259,7 +259,6 @@ MARKED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("marked", MARKED.values(), ids=MARKED)
-@needs_operators
 def test_marks_of_tensors_are_seen(
     marked: Callable[[Tensor], tuple[Tensor, Tensor]], device: str
 ) -> None:
