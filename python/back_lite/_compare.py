@@ -186,7 +186,7 @@ def compare_gradients(
             "each a number or one per head"
         )
     thresholds = tuple(_thresholds.parse(value) for value in negl_prob)
-    problem = _Problem(
+    problem = Problem(
         query,
         key,
         value,
@@ -218,44 +218,20 @@ def compare_gradients(
 class PendingComparison:
     """A comparison for one value whose numbers may still be on the way, as the GPU's work is.
 
-    Takes what :func:`compare_gradients` does, but for one value, and raises the same, except that
-    gradients that are not finite show in :meth:`result`. Nothing waits for a GPU, and no times are
-    taken.
+    Raises what :func:`compare_gradients` does of a value; gradients that are not finite show in
+    :meth:`result`. Nothing waits for a GPU, if the problem takes no times.
     """
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        grad_out: Tensor,
-        negl_prob: Sequence[float],
-        *,
-        grad_lse: Tensor | None,
-        scale: float | None,
-        causal: bool,
-        window_size: Sequence[int],
-    ) -> None:
+    def __init__(self, problem: Problem, negl_prob: Sequence[float]) -> None:
         self._threshold = _thresholds.parse(negl_prob)
-        problem = _Problem(
-            query,
-            key,
-            value,
-            grad_out,
-            grad_lse,
-            scale=scale,
-            causal=causal,
-            window_size=window_size,
-            is_timed=False,
-        )
         tile_bits, norms, _ = problem.measure(self._threshold)
         self._layout = problem.layout  # and not the problem with its tensors
         self._tile_bits = tile_bits.to("cpu", non_blocking=True)
         self._norms = norms.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
-        if query.is_cuda:
+        if tile_bits.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(query.device))
+            self._copied.record(torch.cuda.current_stream(tile_bits.device))
 
     def result(self) -> GradientComparison | None:
         """Wait for the numbers; None where a gradient, exact or sparse, is not finite."""
@@ -357,8 +333,12 @@ class _Layout(NamedTuple):
         )
 
 
-class _Problem:
-    """Inputs with their exact gradients; one sparse backward a value."""
+class Problem:
+    """Inputs with their exact gradients; one sparse backward a value.
+
+    Takes and raises what :func:`compare_gradients` does, gradients that are not finite apart. Only
+    if ``is_timed`` does it wait for a GPU.
+    """
 
     def __init__(
         self,

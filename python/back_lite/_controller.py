@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _thresholds
 from ._calibration import Target, find_modules, known_heads
-from ._compare import GradientComparison, PendingComparison
+from ._compare import GradientComparison, PendingComparison, Problem
 from ._watch import Call, watch
 from .attention import BackLite
 from .tiles import KEY_TILE
@@ -337,17 +337,18 @@ class Controller:
                 f"layer {name!r} has {num_heads} query heads: accepted are {len(proposed)}, as in "
                 "an earlier step or in the state that was loaded"
             )
-        found = PendingComparison(
+        problem = Problem(
             part(call.query, 2, heads),
             part(call.key, 2, keys),
             part(call.value, 2, keys),
             part(call.grad_out, 2, heads),
-            [proposed[head] for head in heads],
-            grad_lse=None if call.grad_lse is None else part(call.grad_lse, 1, heads),
+            None if call.grad_lse is None else part(call.grad_lse, 1, heads),
             scale=call.scale,
             causal=call.causal,
             window_size=call.window_size,
+            is_timed=False,
         )
+        found = PendingComparison(problem, [proposed[head] for head in heads])
         self._pending[name] = num_heads, heads, found
 
     def _gather(self, due: Sequence[str]) -> list[dict[str, _Slice]]:
