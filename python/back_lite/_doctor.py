@@ -148,10 +148,11 @@ def _run_checks() -> Report:
             [sys.executable, str(checks)], env=environment, capture_output=True, timeout=TIMEOUT
         )
         output, errors = process.stdout, process.stderr
+        said = _last_line(errors.decode(errors="replace"))
         if process.returncode < 0:
-            ended = f"crashed ({_signal_name(-process.returncode)})"
+            ended = f"crashed ({_signal_name(-process.returncode)}): {said}"
         elif process.returncode > 0:
-            ended = f"failed: {_last_line(errors.decode(errors='replace'))}"
+            ended = f"failed: {said}"
     except subprocess.TimeoutExpired as error:
         output, ended = error.stdout or b"", f"did not end within {TIMEOUT} s"
     except OSError as error:

@@ -18,6 +18,7 @@ import torch
 from back_lite import _doctor, _doctor_checks, _library
 
 CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+ABORTS = "import os, sys; print('why it ends', file=sys.stderr, flush=True); os.abort()"
 
 
 def doctor(*options: str, first: Path | None = None, **changes: str) -> tuple[int, str]:
@@ -78,11 +79,12 @@ def test_text_names_what_a_bug_report_needs() -> None:
             "torch: ModuleNotFoundError: No module named torch",
         ),
         ("torch", "raise OSError('libcudart.so: cannot open')", "torch: OSError: libcudart.so"),
-        ("torch", CRASHES, "torch: crashed (SIGSEGV)"),
+        ("torch", CRASHES, "torch: crashed (SIGSEGV): no message"),
+        ("torch", ABORTS, "torch: crashed (SIGABRT): why it ends"),
         ("tvm_ffi", "raise ImportError('broken')", "library: ImportError: back_lite needs tvm-ffi"),
         ("tvm_ffi", CRASHES, "library: crashed (SIGSEGV)"),
     ],
-    ids=["no torch", "torch fails", "torch crashes", "no tvm-ffi", "tvm-ffi crashes"],
+    ids=["no torch", "torch fails", "torch crashes", "torch aborts", "no tvm-ffi", "tvm-ffi crashes"],
 )
 def test_broken_packages(tmp_path: Path, name: str, code: str, problem: str) -> None:
     status, output = doctor(first=fake_module(tmp_path, name, code))
