@@ -24,7 +24,7 @@ from gpu import HAS_FA4, PEERS, Case, in_turns
 from machine import describe
 from torch import Tensor
 
-from backward import Problem, kernel_seconds
+from backward import Problem, schedule_seconds
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DENSITIES = (0.5, 0.25, 0.1)
@@ -88,7 +88,7 @@ def measure(length: int) -> dict[str, Any]:
         functions[f"{name}_backward"] = problem.peer(name)
     rounds = 25 if length <= 32768 else 9
     times = in_turns(functions, rounds=rounds)
-    schedule = kernel_seconds(functions["backward_0.25"], "count_kernel", "plan_kernel")
+    schedule = schedule_seconds(functions["backward_0.25"])
     return {
         "length": length,
         "batch": case.num_batches,
