@@ -64,9 +64,9 @@ class Problem:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        columns = live.transpose(2, 3).cuda()
+        columns = live.transpose(2, 3).contiguous().cuda()
         count = columns.sum(-1, dtype=torch.int32)
-        tiles = columns.logical_not().sort(-1, stable=True).indices.int()
+        tiles = columns.logical_not().sort(dim=-1, stable=True).indices.int()
         # No tile of the first two, whose elements would be masked one by one.
         lists = BlockSparseTensorsTorch(
             torch.zeros_like(count), tiles, count, tiles, block_size=(64, 128)
