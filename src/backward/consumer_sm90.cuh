@@ -53,8 +53,9 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kSize], int relative
   }
 }
 
-// All of one consumer's threads.
-template <typename Config, bool kIsSparse, typename Shared>
+// All of one consumer's threads. kMeetsOnly: the tiles may be the only live ones of their query
+// tiles (kOnlyTile).
+template <typename Config, bool kMeetsOnly, typename Shared>
 __device__ __forceinline__ void consume(const BackwardParams& params, Shared& shared, int consumer,
                                         int warp, int lane) {
   using Element = typename Shared::Element;
@@ -274,7 +275,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     const int query_tile = kSharesTiles && consumer > 0 ? query_tiles[kTiles - 1] : query_tiles[0];
     shared.grad_query_empty[place].wait(grad_query_parity);
     grad_query_parity ^= 1;
-    if (kIsSparse && (query_tile & kOnlyTile) != 0) {
+    if (kMeetsOnly && (query_tile & kOnlyTile) != 0) {
       stage_rows(grad_query, params.grad_scale, shared.grad_query[place],
                  kSharesTiles ? 0 : consumer * kGradQueryColumns);
     } else {

@@ -89,7 +89,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     sm90::take_registers<kConfig.consumer_registers>();
-    consume<Config, TileSource::kIsSparse>(params, shared, warpgroup, warp, lane);
+    // Two copies of the loop: the code for a query tile's only live tile is not in the way of those
+    // who never meet one.
+    if (TileSource::kIsSparse && schedule_sm90::first_stores(*params.schedule, params.num_tiles)) {
+      consume<Config, true>(params, shared, warpgroup, warp, lane);
+    } else {
+      consume<Config, false>(params, shared, warpgroup, warp, lane);
+    }
   }
 }
 
