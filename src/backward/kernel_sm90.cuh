@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kFinder) {
       find_tiles<TileSource>(params, shared, lane);
     } else if (warp == kLoader) {
-      if (lane == 0) load_tiles<Config>(params, shared);
+      if (sm90::elect_one()) load_tiles<Config>(params, shared);
     } else if (warp == kReducer) {
-      if (lane == 0) add_grad_query<Config>(params, shared);
+      if (sm90::elect_one()) add_grad_query<Config>(params, shared);
     }
   } else {
     sm90::take_registers<kConfig.consumer_registers>();
