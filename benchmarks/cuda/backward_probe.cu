@@ -3,7 +3,7 @@
 //   backward_probe check [NAME]     dQ, dK and dV against float64, over odd shapes and random tiles
 //   backward_probe select           tile bits against the rule applied on the host
 //   backward_probe dense [D [S C]]  time and TFLOP/s over the shapes of docs/hopper-backward.md
-//   backward_probe sparse [D]       time of select, schedule and backward over densities
+//   backward_probe sparse [D [S DENSITY...]]  time of schedule and backward over densities
 //   backward_probe masks FILE       the same with given tile bits: int32 [2 layers][8][64][4]
 //   backward_probe once             a few small launches, for compute-sanitizer
 //
@@ -707,8 +707,12 @@ int main(int argc, char** argv) {
   } else if (mode == "masks") {
     time_masks(argv[2]);
   } else if (mode == "sparse") {
+    std::vector<double> densities;
+    for (int i = 4; i < argc; ++i) densities.push_back(std::atof(argv[i]));
+    if (densities.empty()) densities = {1.0, 0.5, 0.25, 0.1, 0.05};
     for (const int64_t length : {2048, 8192, 32768}) {
-      time_sparse(number(2, 128), length, {1.0, 0.5, 0.25, 0.1, 0.05});
+      if (argc > 3 && length != number(3, 0)) continue;
+      time_sparse(number(2, 128), length, densities);
     }
   } else if (argc > 4) {
     time_dense(number(2, 128), number(3, 8192), number(4, 0) != 0);
