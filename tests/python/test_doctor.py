@@ -84,7 +84,14 @@ def test_text_names_what_a_bug_report_needs() -> None:
         ("tvm_ffi", "raise ImportError('broken')", "library: ImportError: back_lite needs tvm-ffi"),
         ("tvm_ffi", CRASHES, "library: crashed (SIGSEGV)"),
     ],
-    ids=["no torch", "torch fails", "torch crashes", "torch aborts", "no tvm-ffi", "tvm-ffi crashes"],
+    ids=[
+        "no torch",
+        "torch fails",
+        "torch crashes",
+        "torch aborts",
+        "no tvm-ffi",
+        "tvm-ffi crashes",
+    ],
 )
 def test_broken_packages(tmp_path: Path, name: str, code: str, problem: str) -> None:
     status, output = doctor(first=fake_module(tmp_path, name, code))
