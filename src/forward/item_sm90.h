@@ -1,11 +1,69 @@
-// Which key tiles an item of the Hopper forward visits. Pure integer functions: the producer works
-// them out for all of its block, and the CPU tests them exhaustively.
+// The items of the Hopper forward: in which order blocks take them, and which key tiles one visits.
+// Pure integer functions: the producer works them out for all of its block, and the CPU tests them
+// exhaustively.
 #pragma once
+
+#include <algorithm>
+#include <cstdint>
 
 #include "common/mask.h"
 #include "sm90/layout.h"
 
 namespace backlite::forward_sm90 {
+
+struct WorkItem {
+  int block;  // of query rows; negative: no more work
+  int head;   // query head
+  int batch;
+};
+
+// Items are handed out in this order: group of heads, block of rows, head of the group. What is in
+// use of the K and V of a group fits in L2. Under a causal mask the last rows see the most keys, so
+// they come first, and short items fill the gaps at the end: of a window those of its first rows,
+// which therefore come after the others of all groups.
+struct WorkOrder {
+  int num_items = 0;
+  int num_blocks = 0;       // of query rows
+  int short_blocks = 0;     // the first of these, whose items come last
+  int num_heads = 0;        // query heads of one batch
+  int num_batch_heads = 0;  // B * H
+  int group_heads = 0;      // query heads in a group
+  bool last_rows_first = false;
+
+  BACKLITE_HOST_DEVICE constexpr WorkItem item(int index) const {
+    const int long_items = num_batch_heads * (num_blocks - short_blocks);
+    const bool is_short = index >= long_items;
+    if (is_short) index -= long_items;
+    const int block_begin = is_short ? 0 : short_blocks;
+    const int block_end = is_short ? short_blocks : num_blocks;
+    const int items_in_group = group_heads * (block_end - block_begin);
+    const int group = index / items_in_group;
+    const int index_in_group = index - group * items_in_group;
+    const int heads_left = num_batch_heads - group * group_heads;
+    const int heads = heads_left < group_heads ? heads_left : group_heads;
+    const int block = index_in_group / heads;
+    const int batch_head = group * group_heads + index_in_group - block * heads;
+    const int batch = batch_head / num_heads;
+    return {.block = last_rows_first ? block_end - 1 - block : block_begin + block,
+            .head = batch_head - batch * num_heads,
+            .batch = batch};
+  }
+};
+
+// How many of the first blocks have rows that see fewer keys than a window holds, where blocks are
+// taken from the last: all of them under a causal mask alone.
+constexpr int num_short_blocks(const Mask& mask, int block_rows) {
+  if (mask.right >= mask.query_length) return 0;
+  const int64_t short_rows = std::clamp<int64_t>(mask.left - mask.offset, 0, mask.query_length);
+  return static_cast<int>(ceil_div(short_rows, block_rows));
+}
+
+// Keys of a head that the blocks of rows at work at one time read: those of the window, and as many
+// for blocks that are ahead or behind. In a window of 1024 groups of 16, 32 and 64 heads are within
+// 1% of each other; groups of as many as keep all keys in L2, of 3 to 15, are 1 to 3% slower.
+constexpr int64_t keys_in_use(const Mask& mask, int block_rows) {
+  return std::min(mask.key_length, 2 * (mask.left + mask.right) + block_rows);
+}
 
 struct TileRange {  // key tiles [begin, end)
   int begin = 0;

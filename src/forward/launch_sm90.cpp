@@ -12,6 +12,7 @@
 #include "common/workspace.h"
 #include "forward/config_sm90.h"
 #include "forward/instances_sm90.h"
+#include "forward/item_sm90.h"
 
 namespace backlite::forward_sm90 {
 namespace {
@@ -63,11 +64,12 @@ struct Workspace {
   }
 };
 
-// As many heads as keep their K and V in L2 while their blocks of rows are worked on. The cache is
-// two halves, and what both read is in both.
-int heads_in_group(const Problem& problem, int l2_bytes) {
+// As many heads as keep what is in use of their K and V in L2 while their blocks of rows are worked
+// on. The cache is two halves, and what both read is in both.
+int heads_in_group(const Problem& problem, const ForwardConfig& config, int l2_bytes) {
+  const int64_t keys = keys_in_use(Mask::of(problem), config.block_rows());
   const int64_t key_head_bytes =
-      std::max<int64_t>(2 * problem.key_length * problem.head_dim * kCopiedElementBytes, 1);
+      std::max<int64_t>(2 * keys * problem.head_dim * kCopiedElementBytes, 1);
   const int64_t heads_per_key_head = problem.num_query_heads / problem.num_key_heads;
   const int64_t key_heads = std::max<int64_t>(l2_bytes / 2 / key_head_bytes, 1);
   return static_cast<int>(
@@ -141,9 +143,10 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.mask = Mask::of(problem);
   params.order.num_items = static_cast<int>(num_items(problem, config));
   params.order.num_blocks = static_cast<int>(ceil_div(problem.query_length, config.block_rows()));
+  params.order.short_blocks = num_short_blocks(params.mask, config.block_rows());
   params.order.num_heads = static_cast<int>(problem.num_query_heads);
   params.order.num_batch_heads = static_cast<int>(problem.batch * problem.num_query_heads);
-  params.order.group_heads = heads_in_group(problem, l2_bytes);
+  params.order.group_heads = heads_in_group(problem, config, l2_bytes);
   params.order.last_rows_first = params.mask.right < problem.query_length;
   params.next_item = workspace.next_item;
   params.heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads);

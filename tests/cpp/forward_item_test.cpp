@@ -1,7 +1,10 @@
-// The key tiles of a Hopper item, against the mask read row by row.
+// The items of the Hopper forward: their key tiles, against the mask read row by row, and their
+// order.
 #include "forward/item_sm90.h"
 
 #include <boost/test/unit_test.hpp>
+#include <set>
+#include <tuple>
 
 #include "backlite/backlite.h"
 
@@ -48,6 +51,46 @@ void check_block(const Mask& mask, int first_row, int block_rows) {
   }
 }
 
+// Every item once; in the two parts of the order, the second of short items, groups of heads follow
+// each other, and in a group no item sees more keys than the one before.
+void check_order(const Mask& mask, int block_rows, int num_heads, int batch, int group_heads) {
+  const int num_blocks = static_cast<int>(ceil_div(mask.query_length, block_rows));
+  const WorkOrder order{.num_items = num_blocks * num_heads * batch,
+                        .num_blocks = num_blocks,
+                        .short_blocks = num_short_blocks(mask, block_rows),
+                        .num_heads = num_heads,
+                        .num_batch_heads = num_heads * batch,
+                        .group_heads = group_heads,
+                        .last_rows_first = mask.right < mask.query_length};
+  const auto num_keys = [&](const WorkItem& item) {
+    const int64_t row = int64_t{item.block} * block_rows;
+    return mask.keys_of_rows(row, row + block_rows).size();
+  };
+  std::set<std::tuple<int, int, int>> seen;
+  WorkItem last{};
+  int last_group = 0;
+  for (int index = 0; index < order.num_items; ++index) {
+    const WorkItem item = order.item(index);
+    BOOST_REQUIRE(item.block >= 0 && item.block < num_blocks);
+    BOOST_REQUIRE(item.head >= 0 && item.head < num_heads);
+    BOOST_REQUIRE(item.batch >= 0 && item.batch < batch);
+    BOOST_REQUIRE(seen.emplace(item.block, item.head, item.batch).second);
+    const bool is_short = index >= order.num_batch_heads * (num_blocks - order.short_blocks);
+    BOOST_REQUIRE(is_short == (item.block < order.short_blocks));
+    const int group = (item.batch * num_heads + item.head) / group_heads;
+    const bool starts_part = index == 0 || is_short != (last.block < order.short_blocks);
+    if (!starts_part) {
+      BOOST_REQUIRE(group >= last_group);
+      if (group == last_group && order.last_rows_first) {
+        BOOST_REQUIRE(item.block <= last.block);
+        if (is_short) BOOST_REQUIRE(num_keys(item) <= num_keys(last));
+      }
+    }
+    last = item;
+    last_group = group;
+  }
+}
+
 }  // namespace
 
 BOOST_AUTO_TEST_SUITE(forward_item)
@@ -86,6 +129,47 @@ BOOST_AUTO_TEST_CASE(long_tensors_do_not_overflow) {
   BOOST_TEST(RowKeys::of(causal, 0).seen(128).end == 1);
   BOOST_TEST(RowKeys::of(causal, kLong - 128).unmasked(64).end ==
              static_cast<int>(kLong / kKeyTile) - 1);
+}
+
+BOOST_AUTO_TEST_CASE(order_has_every_item_once_and_short_ones_last) {
+  for (const int64_t query_length : {1, 128, 1000}) {
+    for (const int64_t key_length : {0, 700, 1000, 1500}) {
+      for (const int64_t left : {-1, 0, 300, 1200}) {
+        for (const int64_t right : {-1, 0, 40}) {
+          const Mask mask = Mask::of({.query_length = query_length,
+                                      .key_length = key_length,
+                                      .window_left = left,
+                                      .window_right = right});
+          for (const int block_rows : {128, 192}) {
+            for (const int group_heads : {1, 4, 6}) {
+              BOOST_TEST_CONTEXT("lengths " << query_length << " x " << key_length << ", window "
+                                            << left << "," << right << ", groups of "
+                                            << group_heads) {
+                check_order(mask, block_rows, 3, 2, group_heads);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+BOOST_AUTO_TEST_CASE(short_blocks_are_those_before_the_window_is_full) {
+  const auto count = [](int64_t query_length, int64_t key_length, int64_t left, bool causal) {
+    return num_short_blocks(Mask::of({.query_length = query_length,
+                                      .key_length = key_length,
+                                      .causal = causal,
+                                      .window_left = left}),
+                            128);
+  };
+  BOOST_TEST(count(8192, 8192, 1024, true) == 8);
+  BOOST_TEST(count(8192, 8192, 1025, true) == 9);
+  BOOST_TEST(count(8192, 8192, 0, true) == 0);
+  BOOST_TEST(count(8192, 8192, -1, true) == 64);    // causal: all
+  BOOST_TEST(count(8192, 8192, 1024, false) == 0);  // the last rows see the fewest
+  BOOST_TEST(count(1000, 3000, 1024, true) == 0);   // every window begins at a key
+  BOOST_TEST(count(1000, 900, 300, true) == 4);
 }
 
 BOOST_AUTO_TEST_SUITE_END()
