@@ -97,12 +97,23 @@ struct RowKeys {
     return {.first = first + i, .end = end + i, .length = length};
   }
 
+  // Behind the last key that some of rows 0 to num_rows - 1 sees.
+  BACKLITE_HOST_DEVICE constexpr int end_of(int num_rows) const {
+    return at_most_length(end + num_rows - 1);
+  }
+
   // Key tiles of which some of rows 0 to num_rows - 1 sees a key.
   BACKLITE_HOST_DEVICE constexpr TileRange seen(int num_rows) const {
     const int begin_key = at_least_0(first);
-    const int end_key = at_most_length(end + num_rows - 1);
+    const int end_key = end_of(num_rows);
     if (num_rows <= 0 || begin_key >= end_key) return {};
     return {.begin = begin_key / kTile, .end = (end_key + kTile - 1) / kTile};
+  }
+
+  // Of the last of them, only keys of the first half.
+  BACKLITE_HOST_DEVICE constexpr bool ends_in_first_half(int num_rows) const {
+    const int end_in_tile = end_of(num_rows) % kTile;
+    return end_in_tile > 0 && end_in_tile <= kTile / 2;
   }
 
   // Key tiles of which each of these rows sees every key, and which have all their keys.
@@ -124,6 +135,7 @@ struct RowKeys {
 struct alignas(16) ConsumerTiles {
   TileRange seen;      // it computes these; empty ranges begin and end at the block's end
   TileRange unmasked;  // and must not mask those of them that are here
+  bool is_last_half;   // none of its rows sees the second half of the last one
 };
 
 // `block`: of `num_rows` rows (those that exist), of which the consumer's begin at the i-th.
@@ -132,7 +144,9 @@ BACKLITE_HOST_DEVICE constexpr ConsumerTiles tiles_of_consumer(const RowKeys& bl
   const int rows_left = num_rows - i;
   const int rows = rows_left < sm90::kMmaRows ? rows_left : sm90::kMmaRows;
   const RowKeys keys = block.from(i);
-  ConsumerTiles tiles{.seen = keys.seen(rows), .unmasked = keys.unmasked(rows)};
+  ConsumerTiles tiles{.seen = keys.seen(rows),
+                      .unmasked = keys.unmasked(rows),
+                      .is_last_half = keys.ends_in_first_half(rows)};
   if (tiles.seen.empty()) tiles.seen.begin = tiles.seen.end = block.seen(num_rows).end;
   return tiles;
 }

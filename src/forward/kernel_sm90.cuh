@@ -309,14 +309,18 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       // (3), and (4). Products (2) read `probs` until the wait in the middle, which is placed where
       // they are about to end: the rounding to `probs` then hides behind the exponentials left. K
       // stays until nobody can need it again.
-      const auto round_probs = [&] {
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) {
-          probs[i] = sm90::pack<Element>(scores[2 * i], scores[2 * i + 1]);
-        }
-      };
       const auto softmax = [&]<bool kFirst>(int n, std::bool_constant<kFirst>) {
         const bool is_masked = n < unmasked.begin || n >= unmasked.end;
+        // Only the first half of the tile, as at every other query tile on a diagonal.
+        const bool is_half = kFirst && own.is_last_half;
+        const auto round_probs = [&] {
+#pragma unroll
+          for (int i = 0; i < kKeys / 4; ++i) {
+            probs[i] = i >= kKeys / 8 && is_half
+                           ? 0
+                           : sm90::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+          }
+        };
         rows.has_grown = false;
         float mass[2];
         for (bool is_retry = false;; is_retry = true) {
@@ -325,13 +329,13 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           }
           if (is_retry || is_masked) {
             const RowKeys keys = shared.keys[slot.stage].from(consumer * sm90::kMmaRows);
-            mask_scores<kKeys>(scores, keys, n * kKeys, params.score_sign, thread);
+            mask_scores<kKeys>(scores, keys, n * kKeys, params.score_sign, thread, is_half);
           }
           if (kFirst || is_retry || !rows.has_begun) {
-            raise_references<kFirst>(scores, rows, scale_log2);
+            raise_references<kFirst>(scores, rows, scale_log2, is_half);
           }
           mass[0] = mass[1] = 0.0f;
-          constexpr int kSplit = kConfig.early_scores;
+          constexpr int kSplit = kFirst ? kKeys / 4 : kConfig.early_scores;
           exponentiate<0, kSplit>(scores, rows, scale_log2, mass);
           if constexpr (!kFirst) {
             sm90::pin(scores);
@@ -339,7 +343,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
             sm90::pin(out);
             sm90::pin(scores);
           }
-          exponentiate<kSplit, kKeys / 2>(scores, rows, scale_log2, mass);
+          if (!is_half) exponentiate<kSplit, kKeys / 2>(scores, rows, scale_log2, mass);
           round_probs();
           if (kFirst || is_retry || !has_overflown(mass, kMaxMass<Element>)) break;
           if (!has_overflown(mass, kFiniteMass)) {

@@ -45,10 +45,11 @@ struct Rows {
 
 // Entries that the mask hides become minus infinity. A thread's elements of a row are bits of a
 // word, cut at the row's two bounds: one select an element is left, on predicates that are set by
-// the eight, and only in those quarters of the tile where the warp needs it.
+// the eight, and only in those quarters of the tile where the warp needs it: none of the second
+// half, if that half is not used.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const RowKeys& keys,
-                                            int key_begin, float sign, int thread) {
+                                            int key_begin, float sign, int thread, bool is_half) {
   static_assert(kKeys == 128, "A thread's elements of a row are the bits of a word");
   if (sign < 0.0f) {
 #pragma unroll
@@ -69,6 +70,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Ro
   const uint32_t seen_by_all = __reduce_and_sync(kAllLanes, visible[0] & visible[1]);
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) {
+    if (quarter == 2 && is_half) return;
     const uint32_t bits = 0xffu << 8 * quarter;
     if ((seen_by_all & bits) == bits) continue;
 #pragma unroll
@@ -81,13 +83,17 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Ro
   }
 }
 
-// Raises the references to the maxima of this tile, where these are larger.
+// Raises the references to the maxima of this tile, or of its first half, where these are larger.
 template <bool kFirst, int kSize>
 __device__ __forceinline__ void raise_references(const float (&scores)[kSize], Rows& rows,
-                                                 float scale_log2) {
+                                                 float scale_log2, bool is_half) {
   float top[2] = {scores[0], scores[2]};
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+  for (int i = 0; i < kSize / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+  if (!is_half) {
+#pragma unroll
+    for (int i = kSize / 2; i < kSize; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     top[half] = fmaxf(top[half], __shfl_xor_sync(kAllLanes, top[half], 1));

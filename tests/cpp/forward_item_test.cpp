@@ -48,6 +48,12 @@ void check_block(const Mask& mask, int first_row, int block_rows) {
       BOOST_REQUIRE(contains(tiles.seen, n) == some);
       if (some) BOOST_REQUIRE(contains(tiles.unmasked, n) == all);
     }
+    if (!tiles.seen.empty()) {
+      const int64_t first = first_row + i;
+      const Range keys = mask.keys_of_rows(first, std::min<int64_t>(first + 64, mask.query_length));
+      const int64_t middle = (tiles.seen.end - 1) * kKeyTile + kKeyTile / 2;
+      BOOST_REQUIRE(tiles.is_last_half == (keys.end <= middle));
+    }
   }
 }
 
