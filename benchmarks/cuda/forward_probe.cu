@@ -23,6 +23,7 @@
 #include "backlite/backlite.h"
 #include "common/mask.h"
 #include "forward/launch_sm90.h"
+#include "forward_data.cuh"
 #include "probe.cuh"
 #include "sm90/math.cuh"
 
@@ -36,13 +37,6 @@ using backlite::Problem;
 using backlite::Range;
 using backlite::sm90::BFloat16;
 using backlite::sm90::Float16;
-
-template <typename T>
-T* allocate(int64_t count) {
-  void* pointer = nullptr;
-  REQUIRE(cudaMalloc(&pointer, std::max<int64_t>(count, 1) * sizeof(T)));
-  return static_cast<T*>(pointer);
-}
 
 // One block per sampled (batch, head, row): softmax over its keys in float64.
 struct Reference {
@@ -111,96 +105,12 @@ __global__ void reference_rows(const Problem p, const Mask mask, const Element* 
   if (threadIdx.x == 0) ref.lse[blockIdx.x] = range.empty() ? -INFINITY : top + log(sum);
 }
 
-struct Case {
-  const char* name;
-  int64_t batch, query_heads, key_heads, query_length, key_length, head_dim;
-  bool causal = false;
-  int64_t left = -1, right = -1;
-  DType dtype = DType::kBFloat16;
-  float factor = 1.0f;         // of the inputs
-  double scale_factor = 1.0;   // of 1 / sqrt(D)
-  int64_t padding = 0;         // extra elements between heads: strided inputs
-  int64_t max_rows = 1 << 30;  // rows compared
-};
-
 template <typename Element>
-struct Data {
-  Problem problem;
-  ForwardArgs args;
-  backlite::Execution execution;
-  Element *q, *k, *v, *o;
-  int64_t q_elements, k_elements;
-  int64_t q_strides[3], k_strides[3];
-  float* lse;
-  float* stats;
-  std::vector<void*> owned;
-
-  explicit Data(const Case& c) {
-    problem = {.device = backlite::Device::kCuda,
-               .dtype = c.dtype,
-               .batch = c.batch,
-               .num_query_heads = c.query_heads,
-               .num_key_heads = c.key_heads,
-               .query_length = c.query_length,
-               .key_length = c.key_length,
-               .head_dim = c.head_dim,
-               .scale = c.scale_factor / std::sqrt(double(c.head_dim)),
-               .causal = c.causal,
-               .window_left = c.left,
-               .window_right = c.right};
-    const int64_t row = c.head_dim + c.padding;
-    q_strides[2] = row;
-    q_strides[1] = row * c.query_heads;
-    q_strides[0] = q_strides[1] * c.query_length;
-    k_strides[2] = row;
-    k_strides[1] = row * c.key_heads;
-    k_strides[0] = k_strides[1] * c.key_length;
-    q_elements = q_strides[0] * c.batch;
-    k_elements = k_strides[0] * c.batch;
-    q = own<Element>(q_elements);
-    k = own<Element>(k_elements);
-    v = own<Element>(k_elements);
-    o = own<Element>(q_elements);
-    lse = own<float>(num_rows());
-    stats = own<float>(num_stats());
-    fill_normal<<<1024, 256>>>(q, q_elements, 1 + c.query_length, c.factor);
-    fill_normal<<<1024, 256>>>(k, k_elements, 2 + c.query_length, c.factor);
-    fill_normal<<<1024, 256>>>(v, k_elements, 3 + c.query_length, c.factor);
-    REQUIRE(cudaGetLastError());
-    args.query = {q, q_strides[0], q_strides[1], q_strides[2]};
-    args.key = {k, k_strides[0], k_strides[1], k_strides[2]};
-    args.value = {v, k_strides[0], k_strides[1], k_strides[2]};
-    args.out = {o, q_strides[0], q_strides[1], q_strides[2]};
-    args.lse = lse;
-    execution.workspace_bytes = backlite::forward_sm90::workspace_bytes(problem, true);
-    execution.workspace = own<char>(execution.workspace_bytes);
-  }
-  ~Data() {
-    for (void* pointer : owned) cudaFree(pointer);
-  }
-  int64_t num_rows() const {
-    return problem.batch * problem.num_query_heads * problem.query_length;
-  }
-  int64_t num_stats() const {
-    return problem.batch * problem.num_query_heads *
-           backlite::num_query_tiles(problem.query_length) *
-           backlite::num_key_tiles(problem.key_length);
-  }
+struct Launched : Data<Element> {
+  explicit Launched(const Case& c)
+      : Data<Element>(c, backlite::forward_sm90::workspace_bytes(problem_of(c), true)) {}
   void launch(bool record) {
-    args.tile_stats = record ? stats : nullptr;
-    backlite::forward_sm90::forward(problem, args, execution);
-  }
-  void poison() {
-    REQUIRE(cudaMemset(o, 0xff, q_elements * sizeof(Element)));
-    REQUIRE(cudaMemset(lse, 0xff, num_rows() * 4));
-    REQUIRE(cudaMemset(stats, 0xff, num_stats() * 4));
-    REQUIRE(cudaMemset(execution.workspace, 0xff, execution.workspace_bytes));
-  }
-  template <typename T>
-  T* own(int64_t count) {
-    T* pointer = allocate<T>(count);
-    owned.push_back(pointer);
-    return pointer;
+    backlite::forward_sm90::forward(this->problem, this->args_of(record), this->execution);
   }
 };
 
@@ -208,7 +118,7 @@ bool is_poison(float x) { return std::isnan(x); }
 
 template <typename Element>
 bool check_case(const Case& c) {
-  Data<Element> data(c);
+  Launched<Element> data(c);
   const Problem& p = data.problem;
   const int64_t tiles = backlite::num_key_tiles(p.key_length);
   const int64_t query_tiles = backlite::num_query_tiles(p.query_length);
@@ -369,7 +279,7 @@ void time_case(int64_t head_dim, int64_t length, bool causal, int64_t left = -1,
                int64_t tokens = 32768, int64_t heads = 0) {
   if (heads == 0) heads = 2048 / head_dim;
   const Case c{"", tokens / length, heads, heads / ratio, length, length, head_dim, causal, left};
-  Data<BFloat16> data(c);
+  Launched<BFloat16> data(c);
   const double flops =
       4.0 * c.batch * heads * double(length) * length * head_dim * (causal ? 0.5 : 1.0);
   const auto ms = time_ms(kTiming, [&] { data.launch(false); }, [&] { data.launch(true); });
@@ -395,7 +305,7 @@ int main(int argc, char** argv) {
     bool equal = true;
     for (const Case& c :
          {Case{"", 2, 8, 2, 1000, 1000, 128, true}, Case{"", 2, 8, 8, 1000, 3000, 64, false}}) {
-      Data<BFloat16> data(c);
+      Launched<BFloat16> data(c);
       std::vector<BFloat16> out;
       std::vector<float> lse, stats;
       for (int i = 0; i < 200; ++i) {
@@ -417,7 +327,7 @@ int main(int argc, char** argv) {
   if (mode == "once") {
     for (const Case& c :
          {Case{"", 1, 2, 1, 512, 512, 128, true}, Case{"", 1, 2, 1, 500, 300, 64}}) {
-      Data<BFloat16> data(c);
+      Launched<BFloat16> data(c);
       data.launch(false);
       data.launch(true);
       REQUIRE(cudaDeviceSynchronize());
