@@ -135,7 +135,7 @@ struct RowKeys {
 struct alignas(16) ConsumerTiles {
   TileRange seen;      // it computes these; empty ranges begin and end at the block's end
   TileRange unmasked;  // and must not mask those of them that are here
-  bool is_last_half;   // none of its rows sees the second half of the last one
+  bool is_last_half;   // no second half of the last one: every other query tile on a diagonal
 };
 
 // `block`: of `num_rows` rows (those that exist), of which the consumer's begin at the i-th.

@@ -311,7 +311,6 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       // stays until nobody can need it again.
       const auto softmax = [&]<bool kFirst>(int n, std::bool_constant<kFirst>) {
         const bool is_masked = n < unmasked.begin || n >= unmasked.end;
-        // Only the first half of the tile, as at every other query tile on a diagonal.
         const bool is_half = kFirst && own.is_last_half;
         const auto round_probs = [&] {
 #pragma unroll
