@@ -5,18 +5,28 @@
 
 #include "forward/instances_sm90.h"
 #include "forward/kernel_sm90.cuh"
+#include "sm90/dependency.cuh"
 
 namespace backlite::forward_sm90 {
+
+// A kernel and not a memset, because blocks of the next kernel can be sent out beside it.
+static __global__ void clear_counter(int* next_item) {
+  sm90::let_next_kernel_launch();
+  sm90::wait_for_earlier_kernels();
+  *next_item = 0;
+}
 
 template <typename Config, typename Element, bool kRecord>
 cudaError_t launch_instance(const ForwardParams& params, int num_blocks, cudaStream_t stream) {
   constexpr size_t kSharedBytes = sizeof(SharedMemory<Config, Element>);
   const auto kernel = forward_kernel<Config, Element, kRecord>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(kSharedBytes));
   if (error != cudaSuccess) return error;
-  kernel<<<num_blocks, Config::kConfig.num_threads(), kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  error = sm90::launch_early(clear_counter, 1, 1, 0, stream, params.next_item);
+  if (error != cudaSuccess) return error;
+  return sm90::launch_early(kernel, static_cast<unsigned>(num_blocks),
+                            Config::kConfig.num_threads(), kSharedBytes, stream, params);
 }
 
 // Head dim 64: in blocks of 192 or 128 rows, as params.block_rows says.

@@ -24,6 +24,7 @@
 #include "forward/softmax_sm90.cuh"
 #include "forward/tile_stats_sm90.cuh"
 #include "sm90/barrier.cuh"
+#include "sm90/dependency.cuh"
 #include "sm90/layout.h"
 #include "sm90/math.cuh"
 #include "sm90/tma.cuh"
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         value_stage.advance();
       };
 
+      sm90::wait_for_earlier_kernels();
       int index = blockIdx.x;
       while (index < params.order.num_items) {
         const WorkItem item = params.order.item(index);

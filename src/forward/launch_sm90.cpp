@@ -162,7 +162,6 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
   params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
 
-  check_cuda(cudaMemsetAsync(workspace.next_item, 0, sizeof(int), stream), "cudaMemsetAsync");
   const int num_blocks = std::min(num_multiprocessors, params.order.num_items);
   check_cuda(launcher_of(problem, record)(params, num_blocks, stream),
              "the Hopper forward's launch");

@@ -19,7 +19,7 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
 // more (768 at head dim 64, unless items are so few that it is worked off in blocks of 128 rows).
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
 
-// Launches on the stream of `execution`: one memset of 4 bytes and one kernel.
+// Launches on the stream of `execution`: a kernel of one thread and one of all.
 void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution);
 
 }  // namespace backlite::forward_sm90
