@@ -9,7 +9,8 @@
 
 namespace backlite::forward_sm90 {
 
-// A kernel and not a memset, because blocks of the next kernel can be sent out beside it.
+// A kernel and not a memset, because blocks of the next kernel can be sent out beside it (B = 1,
+// H = 8, 4k: 2 to 6% of the time). They wait for its end, which comes after all earlier kernels'.
 static __global__ void clear_counter(int* next_item) {
   sm90::let_next_kernel_launch();
   sm90::wait_for_earlier_kernels();

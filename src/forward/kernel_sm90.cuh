@@ -20,6 +20,7 @@
 #include "forward/config_sm90.h"
 #include "forward/item_sm90.h"
 #include "forward/params_sm90.h"
+#include "forward/products_sm90.cuh"
 #include "forward/shared_sm90.cuh"
 #include "forward/softmax_sm90.cuh"
 #include "forward/tile_stats_sm90.cuh"
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         value_stage.advance();
       };
 
+      // All that the block does to global memory follows from Q's arrival, and so from this wait.
       sm90::wait_for_earlier_kernels();
       int index = blockIdx.x;
       while (index < params.order.num_items) {
@@ -202,8 +204,6 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
     constexpr int kTurnThreads = 2 * sm90::kWarpgroupThreads;  // who waits, and who passes
     const float scale_log2 = params.scale_log2;
 
-    using ProductS = sm90::Wgmma<Element, kKeys>;
-    using ProductO = sm90::Wgmma<Element, kD>;
     float out[kD / 2];
     float scores[kKeys / 2];
     uint32_t probs[kKeys / 4];  // two a word: the A operand of (2)
@@ -277,30 +277,13 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       // (1)
       Element* query = shared.query[slot.stage][consumer];
       const uint32_t query_operand = sm90::descriptor_low(sm90::shared_address(query), 0);
-      const auto issue_scores = [&] {
-        const uint32_t key_operand =
-            sm90::descriptor_low(sm90::shared_address(shared.key[key_stage.stage]), 0);
-#pragma unroll
-        for (int k = 0; k < kD / sm90::kMmaDepth; ++k) {
-          ProductS::template with_shared_a<false>(
-              scores, query_operand + sm90::step_along_columns(sm90::kMmaRows, k),
-              key_operand + sm90::step_along_columns(kKeys, k), k > 0);
-        }
-        sm90::wgmma_commit();
+      const auto issue_tile_scores = [&] {
+        issue_scores<kD, kKeys>(scores, query_operand, shared.key[key_stage.stage]);
       };
 
       // (2)
-      const auto issue_out = [&](bool has_out) {
-        const uint32_t value_operand =
-            sm90::descriptor_low(sm90::shared_address(shared.value[value_stage.stage]),
-                                 kKeyBlockElements * sizeof(Element));
-#pragma unroll
-        for (int k = 0; k < kKeys / sm90::kMmaDepth; ++k) {
-          ProductO::template with_register_a<true>(
-              out, probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3],
-              value_operand + sm90::step_along_rows(k), k > 0 || has_out);
-        }
-        sm90::wgmma_commit();
+      const auto issue_tile_out = [&](bool has_out) {
+        issue_out<kD, kKeys>(out, probs, shared.value[value_stage.stage], has_out);
       };
 
       const auto release = [&](sm90::Barrier* empty, auto& stage) {
@@ -426,7 +409,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         shared.key_full[key_stage.stage].wait(key_stage.parity);
         take_turn(seen.end - 1);
         sm90::wgmma_fence();
-        issue_scores();
+        issue_tile_scores();
         pass_turn(seen.end - 1);
         store_out();
         for (int n = shared.tiles[slot.stage].end - 1; n >= seen.end; --n) skip_value();
@@ -441,10 +424,10 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           shared.key_full[key_stage.stage].wait(key_stage.parity);
           sm90::named_barrier_sync(my_turn, kTurnThreads);
           sm90::wgmma_fence();
-          issue_scores();
+          issue_tile_scores();
           shared.value_full[value_stage.stage].wait(value_stage.parity);
           sm90::wgmma_fence();
-          issue_out(has_out);
+          issue_tile_out(has_out);
           has_out = true;
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
           if constexpr (kRecord) {
@@ -459,7 +442,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         const bool has_tail = tail >= shared.tiles[slot.stage].begin;
         if (has_tail) sm90::named_barrier_sync(my_turn, kTurnThreads);
         sm90::wgmma_fence();
-        issue_out(has_out);
+        issue_tile_out(has_out);
         if (has_tail) sm90::named_barrier_arrive(next_turn, kTurnThreads);
         if constexpr (kRecord) {
           store_row_masses(row_masses + (seen.end - 1 - seen.begin) * kMassWords, mass_pair, lane);
