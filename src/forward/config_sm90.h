@@ -14,6 +14,7 @@ struct ForwardConfig {
   int key_stages;
   int value_stages;
   int early_scores;        // exponentials of a thread (of block_keys / 2) before it waits for P V
+  bool half_scores;        // S of half a first tile is a product of half as many keys
   int consumer_registers;  // a thread, after the warpgroups have traded
   int producer_registers;
 
@@ -35,6 +36,7 @@ inline constexpr ForwardConfig kD128{.head_dim = 128,
                                      .key_stages = 3,
                                      .value_stages = 2,
                                      .early_scores = 48,
+                                     .half_scores = false,
                                      .consumer_registers = 232,
                                      .producer_registers = 40};
 
@@ -46,6 +48,7 @@ inline constexpr ForwardConfig kD64{.head_dim = 64,
                                     .key_stages = 6,
                                     .value_stages = 5,
                                     .early_scores = 0,
+                                    .half_scores = true,
                                     .consumer_registers = 160,
                                     .producer_registers = 32};
 
@@ -57,6 +60,7 @@ inline constexpr ForwardConfig kD64Pair{.head_dim = 64,
                                         .key_stages = 6,
                                         .value_stages = 5,
                                         .early_scores = 48,
+                                        .half_scores = false,
                                         .consumer_registers = 232,
                                         .producer_registers = 40};
 

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
   constexpr int kConsumerWarps = kConsumers * 4;
   constexpr int kColumnBlocks = kConfig.column_blocks();
   constexpr int kQueryBlockElements = sm90::kMmaRows * sm90::kBlockColumns;
+  constexpr int kQueryBlockBytes = kQueryBlockElements * sizeof(Element);
   constexpr int kKeyBlockElements = kKeys * sm90::kBlockColumns;
   constexpr int kQueryBytes = kConfig.block_rows() * kD * sizeof(Element);
   constexpr int kKeyBytes = kKeys * kD * sizeof(Element);
@@ -223,13 +224,15 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       Element* query = shared.query[previous][consumer];
       // Every warp has finished reading Q before any of them writes over it.
       sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
+      const int row = sm90::kWarpRows * (thread / sm90::kWarpSize) + sm90::store_row(lane);
+      const uint32_t place = sm90::shared_address(query) +
+                             sm90::swizzled_offset(sm90::kMmaRows, row, sm90::store_column(lane));
 #pragma unroll
       for (int k = 0; k < kD / 16; ++k) {
-        const int row = sm90::kWarpRows * (thread / sm90::kWarpSize) + sm90::store_row(lane);
-        sm90::store_matrices(
-            sm90::shared_address(query) +
-                sm90::swizzled_offset(sm90::kMmaRows, row, 16 * k + sm90::store_column(lane)),
-            probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3]);
+        // Sixteen columns further within a block of 64 only bits of the swizzled chunk flip.
+        constexpr int kSteps = sm90::kBlockColumns / 16;
+        sm90::store_matrices((place ^ k % kSteps * 32) + k / kSteps * kQueryBlockBytes,
+                             probs[4 * k], probs[4 * k + 1], probs[4 * k + 2], probs[4 * k + 3]);
       }
       sm90::fence_async_proxy();
       sm90::named_barrier_sync(kWarpgroup + consumer, sm90::kWarpgroupThreads);
@@ -262,15 +265,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       const ConsumerTiles own = shared.consumer_tiles[slot.stage][consumer];
       const TileRange seen = own.seen, unmasked = own.unmasked;
 
-      uint32_t* row_masses = nullptr;
-      if constexpr (kRecord) {
-        row_masses =
-            params.row_masses +
-            (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers + consumer) *
-                params.num_key_tiles * kMassWords +
-            mass_word(thread);
-      }
-
+      uint32_t* row_masses;  // set after the first product, beside which registers are scarce
       Rows rows;
       uint32_t mass_pair = 0;  // of the last tile, not yet in row_masses
 
@@ -408,13 +403,31 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         }
         shared.key_full[key_stage.stage].wait(key_stage.parity);
         take_turn(seen.end - 1);
-        sm90::wgmma_fence();
-        issue_tile_scores();
-        pass_turn(seen.end - 1);
-        store_out();
-        for (int n = shared.tiles[slot.stage].end - 1; n >= seen.end; --n) skip_value();
-        sm90::wgmma_wait<0>();
-        sm90::pin(scores);
+        const auto beside_scores = [&] {
+          pass_turn(seen.end - 1);
+          store_out();
+          for (int n = shared.tiles[slot.stage].end - 1; n >= seen.end; --n) skip_value();
+          sm90::wgmma_wait<0>();
+          sm90::pin(scores);
+        };
+        // Each branch waits: ptxas serialises products in flight where branches meet (C7515).
+        if (kConfig.half_scores && own.is_last_half) {
+          auto& half = reinterpret_cast<float (&)[kKeys / 4]>(scores);
+          sm90::wgmma_fence();
+          issue_scores<kD, kKeys>(half, query_operand, shared.key[key_stage.stage]);
+          beside_scores();
+        } else {
+          sm90::wgmma_fence();
+          issue_tile_scores();
+          beside_scores();
+        }
+        if constexpr (kRecord) {
+          row_masses = params.row_masses +
+                       (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot.stage) * kConsumers +
+                        consumer) *
+                           params.num_key_tiles * kMassWords +
+                       mass_word(thread);
+        }
         softmax(seen.end - 1, std::true_type{});
         release_query();
 
