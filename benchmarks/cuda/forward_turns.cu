@@ -26,7 +26,7 @@ namespace {
 
 constexpr float kWarmMs = 4.0f;
 constexpr float kTurnMs = 12.0f;
-constexpr int kRounds = 10;    // of shapes that a percent matters for
+constexpr int kRounds = 9;     // of shapes that a percent matters for
 constexpr int kFewRounds = 3;  // of long ones, which hardly change
 
 // The functions of forward/launch_sm90.h in one build.
