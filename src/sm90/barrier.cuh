@@ -12,8 +12,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // The same value in every lane, said so that the compiler keeps it in a uniform register.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
-// True in one lane of a whole warp. As the condition of a branch it tells the compiler that there is
-// a single thread; for `lane == 0` it puts a loop over threads around every instruction that starts
+// True in one lane of a whole warp. As a branch's condition it tells the compiler that there is a
+// single thread; for `lane == 0` it puts a loop over threads around every instruction that starts
 // a copy.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
