@@ -450,6 +450,13 @@ const Case kCases[] = {
     {"64 fp16", 1, 2, 2, 512, 512, 64, true, -1, -1, -1, DType::kFloat16, 2},
     {"64 20% live causal", 2, 2, 2, 1500, 1500, 64, true, -1, -1, 0.2},
     {"64 10% live gqa", 1, 8, 2, 2500, 1000, 64, false, -1, -1, 0.1},
+    // Enough heads that the last pass begins beside the columns, eight tiles a block.
+    {"beside, dense", 16, 16, 16, 600, 640, 128, true},
+    {"beside, 20% live", 16, 16, 16, 600, 640, 128, false, -1, -1, 0.2},
+    {"beside, 50% live", 8, 16, 16, 1300, 1300, 128, false, -1, -1, 0.5},
+    {"beside, heads with none live", 16, 16, 16, 600, 640, 128, false, -1, -1, 0.01},
+    {"beside, gqa 50% live", 16, 32, 16, 300, 640, 128, false, -1, -1, 0.5},
+    {"64 beside, 30% live", 16, 16, 16, 600, 640, 64, false, -1, -1, 0.3},
     {"empty batch", 0, 2, 2, 100, 100, 128},
 };
 

@@ -17,6 +17,11 @@ static_assert(kKeys == kConsumers * sm90::kMmaRows, "One wgmma's rows of keys fo
 // Columns of dQ that a consumer has of a tile.
 inline constexpr int kGradQueryColumns = 64;
 
+// The last pass: a block of it takes so many tiles one after the other (or one, where there are too
+// few: tiles_in_run), so many on their way to shared memory.
+inline constexpr int kTilesInRun = 8;
+inline constexpr int kFinishStages = 3;
+
 struct BackwardConfig {
   int head_dim;
   int query_stages;        // of Q, dO and the row terms

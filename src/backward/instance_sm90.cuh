@@ -11,12 +11,18 @@
 
 namespace backlite::backward_sm90 {
 
+// Of a kernel that may take more than 48 KiB.
+template <typename Params>
+cudaError_t allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
+}
+
 template <typename Config, typename Element, typename TileSource>
 cudaError_t launch_columns(const Launch& launch, cudaStream_t stream) {
   constexpr size_t kSharedBytes = sizeof(SharedMemory<Config, Element>);
   const auto kernel = backward_kernel<Config, Element, TileSource>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  const cudaError_t error = allow_shared_bytes(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   return sm90::launch_early(kernel, static_cast<unsigned>(launch.num_blocks), kThreads,
                             kSharedBytes, stream, launch.columns);
@@ -34,10 +40,16 @@ cudaError_t launch_instance(const Launch& launch, cudaStream_t stream) {
                             : launch_columns<Config, Element, LiveTiles>(launch, stream);
     if (error != cudaSuccess) return error;
   }
-  const unsigned num_blocks = num_tiles + launch.num_parts;
+  const RowsParams& rows = launch.rows;
+  const int64_t num_blocks = rows.num_heads * ceil_div(rows.tiles_of_head, rows.tiles_in_run) +
+                             ceil_div(launch.num_parts, rows.tiles_in_run);
   if (num_blocks == 0) return cudaSuccess;
-  return sm90::launch_early(finish_kernel<kD, Element>, num_blocks, kFinishThreads, 0, stream,
-                            launch.rows);
+  const auto finish = finish_kernel<kD, Element>;
+  const size_t shared_bytes = finish_shared_bytes<kD>(rows.tiles_in_run);
+  error = allow_shared_bytes(finish, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return sm90::launch_early(finish, static_cast<unsigned>(num_blocks), kFinishThreads, shared_bytes,
+                            stream, rows);
 }
 
 }  // namespace backlite::backward_sm90

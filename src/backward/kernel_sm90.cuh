@@ -3,7 +3,8 @@
 //
 //   consumers  two warpgroups, 64 keys each: consumer_sm90.cuh
 //   producer   one warp finds the live tiles, one copies K, V, Q, dO and the row terms to shared
-//              memory, one adds dQ to global memory, one is idle: producer_sm90.cuh
+//              memory, one adds dQ to global memory, one of the first block lists heads without
+//              a live tile: producer_sm90.cuh, heads_sm90.cuh
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 
 #include "backward/config_sm90.h"
 #include "backward/consumer_sm90.cuh"
+#include "backward/heads_sm90.cuh"
 #include "backward/params_sm90.h"
 #include "backward/producer_sm90.cuh"
 #include "backward/shared_sm90.cuh"
@@ -74,8 +76,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   sm90::fence_async_proxy();
   __syncthreads();
-  sm90::let_next_kernel_launch();
   sm90::wait_for_earlier_kernels();
+  // Not before: the last pass begins when all blocks have come here, and reads what the first pass
+  // wrote.
+  sm90::let_next_kernel_launch();
 
   if (warpgroup == kConsumers) {
     sm90::give_registers<kConfig.producer_registers>();
@@ -86,6 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (sm90::elect_one()) load_tiles<Config>(params, shared);
     } else if (warp == kReducer) {
       if (sm90::elect_one()) add_grad_query<Config>(params, shared);
+    } else if (blockIdx.x == 0) {
+      list_empty_heads(params.heads, params.num_heads, lane);
     }
   } else {
     sm90::take_registers<kConfig.consumer_registers>();

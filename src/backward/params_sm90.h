@@ -32,6 +32,17 @@ inline constexpr uint32_t kStored = 1u << 31;
 // The same: one live tile alone adds to the query tile, and stores dQ as the caller wants it.
 inline constexpr uint32_t kOnlyOne = 1u << 30;
 
+// In Heads::done: the number beside it is there.
+inline constexpr uint32_t kListed = 1u << 31;
+
+// How far the heads are: the last pass turns a head's dQ into rows when all its live tiles are
+// done. A head is a key head of one batch entry, with its group of query heads.
+struct Heads {
+  uint64_t* left;      // [B * Hk]: live tiles that are not done, and one more (list_empty_heads)
+  uint32_t* num_done;  // zero at the start
+  uint32_t* done;      // [B * Hk], zero at the start: heads in the order in which they are done
+};
+
 struct BackwardParams {
   CUtensorMap query;            // (B, H, Sq, D), boxes of 64 rows
   CUtensorMap grad_out;         // as query
@@ -49,6 +60,8 @@ struct BackwardParams {
   uint32_t* started;    // [B, H, Tm]: if first_stores, how many have come, kStored, kOnlyOne
   float* grad_query;    // [B, H, Tm][D / 64][8][128][4]: dQ / scale by accumulator fragment
   float* grad_parts;    // [max_slots][dV, dK / scale][2][D / 8][128][4]: split columns, likewise
+  Heads heads;          // how far each is
+  int num_heads;        // B * Hk
   int num_query_heads;  // H
   int heads_per_key_head;
   int num_query_tiles;  // Tm
@@ -80,6 +93,10 @@ struct RowsParams {
   uint32_t* started;       // as BackwardParams
   float* grad_query_sums;  // BackwardParams::grad_query
   float* grad_parts;
+  Heads heads;        // how far each is
+  int num_heads;      // B * Hk
+  int tiles_of_head;  // of its group: H / Hk * Tm
+  int tiles_in_run;   // tiles and parts that a block of the last pass takes
   int query_length;
   int key_length;
   int num_query_heads;

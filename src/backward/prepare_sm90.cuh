@@ -1,6 +1,6 @@
 // Before the columns: delta = rowsum(dO * O) - dLSE and the row terms (params_sm90.h), zeros in the
 // sums of dQ (or in what says who comes first to each: add_grad_query) and in the parts of split
-// columns, and dK = dV = 0 for columns without a live tile.
+// columns, dK = dV = 0 for columns without a live tile, and how many live tiles each head has.
 #pragma once
 
 #include <cmath>
@@ -132,7 +132,24 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
 
 template <int kD, typename Element>
 __device__ __forceinline__ void prepare_columns(const RowsParams& params, int block) {
-  if (block == 0 && threadIdx.x == 0) *params.next_item = 0;
+  if (block == 0 && threadIdx.x == 0) {
+    *params.next_item = 0;
+    *params.heads.num_done = 0;
+  }
+  constexpr int kWarps = kPrepareThreads / sm90::kWarpSize;
+  for (int head = block * kWarps + threadIdx.x / sm90::kWarpSize; head < params.num_heads;
+       head += kColumnBlocks * kWarps) {
+    const int lane = threadIdx.x % sm90::kWarpSize;
+    const int32_t* const live = params.live + static_cast<int64_t>(head) * params.num_key_tiles;
+    unsigned long long left = lane == 0;  // the one more
+    for (int i = lane; i < params.num_key_tiles; i += sm90::kWarpSize) left += live[i];
+#pragma unroll
+    for (int i = 1; i < sm90::kWarpSize; i *= 2) left += __shfl_xor_sync(~0u, left, i);
+    if (lane == 0) {
+      params.heads.left[head] = left;
+      params.heads.done[head] = 0;
+    }
+  }
 
   constexpr int64_t kSlotFloats = 2 * kKeys * kD;
   auto* const parts = reinterpret_cast<float4*>(params.grad_parts);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "backward/config_sm90.h"
+#include "backward/heads_sm90.cuh"
 #include "backward/params_sm90.h"
 #include "backward/shared_sm90.cuh"
 #include "backward/tile_source_sm90.cuh"
@@ -14,7 +15,7 @@
 
 namespace backlite::backward_sm90 {
 
-enum ProducerWarp : int { kFinder = 0, kLoader = 1, kReducer = 2, kIdle = 3, kNumProducerWarps };
+enum ProducerWarp : int { kFinder = 0, kLoader = 1, kReducer = 2, kLister = 3, kNumProducerWarps };
 static_assert(kNumProducerWarps == 4, "A warpgroup");
 
 // Takes items from the counter and hands their tiles to the loader. A whole warp.
@@ -31,13 +32,15 @@ __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared&
     __syncwarp();
   };
   const int num_items = params.schedule->num_items;
+  const int num_blocks =
+      num_working_blocks(*params.schedule, params.num_tiles, static_cast<int>(gridDim.x));
   const bool has_only =
       TileSource::kIsSparse && schedule_sm90::first_stores(*params.schedule, params.num_tiles);
-  int index = blockIdx.x;
+  int index = static_cast<int>(blockIdx.x) < num_blocks ? blockIdx.x : num_items;
   while (index < num_items) {
     const schedule_sm90::WorkItem item = params.items[index];
     // Asked for early: the answer takes about a microsecond and is needed at the item's end.
-    if (lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
+    if (lane == 0) index = num_blocks + atomicAdd(params.next_item, 1);
     TileSource source(params, item, lane);
 #pragma unroll 1
     for (int i = 0; i < item.num_live; ++i) {
@@ -175,17 +178,31 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
 // is done. The only live tile of a query tile is neither added nor converted but goes to dQ itself.
 // A block asks whether it is the first only when it has dealt with its tile before: so
 // whoever is first stores, and says so, without waiting for anyone. (Two threads with half of dQ
-// each could wait for each other through the consumers, which meet at every tile.)
+// each could wait for each other through the consumers, which meet at every tile.) Tiles are
+// counted off their head when the next tile is of another one: at most once an item, because it
+// takes the end of all that is on its way, a fence and an atomic.
 template <typename Config, typename Shared>
 __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared) {
   constexpr int kFloats = kQueries * Config::kConfig.head_dim;
   sm90::Ring<Shared::kReduceSlots> ready;
   uint32_t parities = 0;  // a bit for each place in a step
+  int head = 0;           // of the tiles that are not counted off
+  int num_tiles = 0;
+  const auto count_tiles_off = [&] {
+    sm90::bulk_wait();
+    sm90::fence_async_proxy_global();
+    if (num_tiles > 0) count_off(params.heads, head, num_tiles);
+    num_tiles = 0;
+  };
   const bool asks = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
   for (;; ready.advance()) {
     shared.reduce_ready[ready.stage].wait(ready.parity);
     const ReduceTile at = shared.reduce_tile[ready.stage];
     if (at.query_tile < 0) break;
+    const int its_head = (at.batch * params.num_query_heads + at.head) / params.heads_per_key_head;
+    if (its_head != head) count_tiles_off();
+    head = its_head;
+    ++num_tiles;
     const float* const from = shared.grad_query[at.place];
     const auto wait_until_full = [&] {
       shared.grad_query_full[at.place].wait(parities >> at.place & 1);
@@ -229,7 +246,7 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
       hand_back();
     }
   }
-  sm90::bulk_wait();
+  count_tiles_off();
 }
 
 }  // namespace backlite::backward_sm90

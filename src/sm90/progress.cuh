@@ -25,12 +25,23 @@ __device__ __forceinline__ void set_bits(uint32_t* word, uint32_t bits) {
   asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(word), "r"(bits) : "memory");
 }
 
-// Returns once one of the bits is set.
-__device__ __forceinline__ void wait_for_bits(const uint32_t* word, uint32_t bits) {
+// Takes `value` off and returns what is left. Who takes the last sees what was done before the
+// others took theirs, and so does whom it tells.
+__device__ __forceinline__ uint64_t take_off(uint64_t* word, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(word), "l"(-value)
+               : "memory");
+  return before - value;
+}
+
+// Returns the word once one of the bits is set.
+__device__ __forceinline__ uint32_t wait_for_bits(const uint32_t* word, uint32_t bits) {
   uint32_t now = 0;
   for (uint32_t tries = 0;; ++tries) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-    if ((now & bits) != 0) break;
+    if ((now & bits) != 0) return now;
 #if defined(BACKLITE_SM90_TRAP)
     if (tries > 10000000) asm volatile("trap;");
 #endif
