@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from back_lite import BackLite, mask_tiles, ops
-from gpu import PEERS, Case, check, cudnn, dense_cases, in_turns, run
+from gpu import PEERS, Case, check, cudnn, dense_cases, in_graphs, in_turns, run
 from rows import Row, faster_row, mean_row, slower_row
 from timing import Timing
 
@@ -99,12 +99,11 @@ def bench_small() -> Iterator[Row]:
         for causal in (False, True):
             case = Case(4096, head_dim, causal, batch=1, heads=8)
             tensors = case.random()
-            times = in_turns(
+            times = in_graphs(
                 {
                     "ours": lambda t=tensors, c=case: ops.forward(*t, causal=c.causal),
                     "cuDNN": lambda t=tensors, c=case: cudnn(*t, c.causal),
-                },
-                rounds=100,
+                }
             )
             yield faster_row("small", str(case), "cuDNN", (times["ours"], times["cuDNN"]), 1.0)
 

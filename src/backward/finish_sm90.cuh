@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish_query_tiles(const RowsParams& params, int
     const int first = head * params.tiles_of_head + begin;
     const bool exists = lane < min(params.tiles_in_run, params.tiles_of_head - begin);
     uint32_t started = kStored;
-    if (exists && schedule_sm90::first_stores(*params.schedule, params.num_tiles)) {
+    if (exists && schedule_sm90::first_stores(*params.schedule, params.num_tiles, kD)) {
       started = params.started[first + lane];
     }
     // dQ of an only one is there; without a live tile nobody wrote the sums.

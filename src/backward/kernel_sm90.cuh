@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::give_registers<kConfig.producer_registers>();
 
     if (warp == kFinder) {
-      find_tiles<TileSource>(params, shared, lane);
+      find_tiles<Config, TileSource>(params, shared, lane);
     } else if (warp == kLoader) {
       if (sm90::elect_one()) load_tiles<Config>(params, shared);
     } else if (warp == kReducer) {
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::take_registers<kConfig.consumer_registers>();
     // Two copies of the loop: the code for a query tile's only live tile is not in the way of those
     // who never meet one.
-    if (TileSource::kIsSparse && schedule_sm90::first_stores(*params.schedule, params.num_tiles)) {
+    if (TileSource::kIsSparse &&
+        schedule_sm90::first_stores(*params.schedule, params.num_tiles, kConfig.head_dim)) {
       consume<Config, true>(params, shared, warpgroup, warp, lane);
     } else {
       consume<Config, false>(params, shared, warpgroup, warp, lane);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void prepare_query_tile(const RowsParams& params) {
   const int64_t batch = batch_head / params.num_query_heads;
   const int64_t head = batch_head - batch * params.num_query_heads;
   const int lane = threadIdx.x % kRowLanes;
-  const bool first_stores = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
+  const bool first_stores = schedule_sm90::first_stores(*params.schedule, params.num_tiles, kD);
   if (first_stores) {
     const int live = count_live(params, batch_head, query_tile);
     if (threadIdx.x == 0)

@@ -19,7 +19,7 @@ enum ProducerWarp : int { kFinder = 0, kLoader = 1, kReducer = 2, kLister = 3, k
 static_assert(kNumProducerWarps == 4, "A warpgroup");
 
 // Takes items from the counter and hands their tiles to the loader. A whole warp.
-template <typename TileSource, typename Shared>
+template <typename Config, typename TileSource, typename Shared>
 __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared& shared, int lane) {
   sm90::Ring<kFoundSlots> slot;
   const auto hand_over = [&](const FoundTile& tile) {
@@ -35,7 +35,8 @@ __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared&
   const int num_blocks =
       num_working_blocks(*params.schedule, params.num_tiles, static_cast<int>(gridDim.x));
   const bool has_only =
-      TileSource::kIsSparse && schedule_sm90::first_stores(*params.schedule, params.num_tiles);
+      TileSource::kIsSparse &&
+      schedule_sm90::first_stores(*params.schedule, params.num_tiles, Config::kConfig.head_dim);
   int index = static_cast<int>(blockIdx.x) < num_blocks ? blockIdx.x : num_items;
   while (index < num_items) {
     const schedule_sm90::WorkItem item = params.items[index];
@@ -194,7 +195,8 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
     if (num_tiles > 0) count_off(params.heads, head, num_tiles);
     num_tiles = 0;
   };
-  const bool asks = schedule_sm90::first_stores(*params.schedule, params.num_tiles);
+  const bool asks =
+      schedule_sm90::first_stores(*params.schedule, params.num_tiles, Config::kConfig.head_dim);
   for (;; ready.advance()) {
     shared.reduce_ready[ready.stage].wait(ready.parity);
     const ReduceTile at = shared.reduce_tile[ready.stage];

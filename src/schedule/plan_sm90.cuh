@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
+  sm90::let_next_kernel_launch();
   sm90::wait_for_earlier_kernels();
 
   // (1)
