@@ -10,6 +10,7 @@ length are taken in turns in one process. Writes JSON to --out as it goes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
 import sys
@@ -44,6 +45,7 @@ def random_bits(case: Case, density: float) -> tuple[Tensor, float]:
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Beyond what is there before."""
+    gc.collect()  # or what an earlier problem left may go meanwhile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -382,15 +382,21 @@ def stages(data: Data) -> Iterator[str]:
             for row in rows
         ),
     )
+    names = list(rows[0]["peak_bytes"])
+    spoiled = any(len(row["peak_bytes"]) < len(names) for row in rows)
     yield (
         "The backward's times hold the schedule. Peak memory of forward and backward beside the "
-        "inputs, MB, output and gradients included:"
+        "inputs, MB, output and gradients included"
+        + (" (none where garbage of before was freed meanwhile):" if spoiled else ":")
     )
-    names = list(rows[0]["peak_bytes"])
     yield table(
         ("length", *(f"{name}" for name in names)),
         (
-            (length_name(row["length"]), *(f"{row['peak_bytes'][n] / 1e6:,.0f}" for n in names))
+            (
+                length_name(row["length"]),
+                *(f"{peaks[name] / 1e6:,.0f}" if name in peaks else "" for name in names),
+            )
             for row in rows
+            for peaks in (row["peak_bytes"],)
         ),
     )
