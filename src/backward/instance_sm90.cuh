@@ -45,11 +45,12 @@ cudaError_t launch_instance(const Launch& launch, cudaStream_t stream) {
                              ceil_div(launch.num_parts, rows.tiles_in_run);
   if (num_blocks == 0) return cudaSuccess;
   const auto finish = finish_kernel<kD, Element>;
-  const size_t shared_bytes = finish_shared_bytes<kD>(rows.tiles_in_run);
-  error = allow_shared_bytes(finish, shared_bytes);
+  // The limit is the kernel's, for all threads: always the largest, or a smaller problem in another
+  // thread could lower it before this launch.
+  error = allow_shared_bytes(finish, finish_shared_bytes<kD>(kTilesInRun));
   if (error != cudaSuccess) return error;
-  return sm90::launch_early(finish, static_cast<unsigned>(num_blocks), kFinishThreads, shared_bytes,
-                            stream, rows);
+  return sm90::launch_early(finish, static_cast<unsigned>(num_blocks), kFinishThreads,
+                            finish_shared_bytes<kD>(rows.tiles_in_run), stream, rows);
 }
 
 }  // namespace backlite::backward_sm90
