@@ -7,6 +7,12 @@
 
 namespace backlite::forward_sm90 {
 
+// Items of which Q is there or on its way.
+inline constexpr int kQuerySlots = 2;
+
+// Of the statistics' scratch, for a tile and a consumer: two rows a word (tile_stats_sm90.cuh).
+inline constexpr int kMassWords = sm90::kMmaRows / 2;
+
 struct ForwardConfig {
   int head_dim;
   int num_consumers;  // warpgroups that compute, each on 64 query rows

@@ -5,12 +5,13 @@
 //                reduces them
 //   consumers    64 query rows each; for every key tile, from the last to the first:
 //
-//     (1) S = Q K^T                 of tile n     issued together, in turns: while one warpgroup's
-//     (2) O = O + P V               of tile n+1   products run, another one is at (3)
+//     (1) S = Q K^T        of tile n     issued together, in turns: while one warpgroup's products
+//     (4) O = O + P V      of tile n+1   run, another one is at (3)
+//     (2) the reference    set by the first tile visited; if it grows later, O = O * alpha
 //     (3) P = exp2(c S - reference), l = l + rowsum P            c = scale * log2(e)
-//     (4) O = O * alpha             if a reference grew, which is rare: softmax_sm90.cuh
-//   and after the first tile
+//   and at the item's end
 //     (5) O = O / l    LSE = (reference + log2 l) * ln 2
+//     (6) tile statistics: tile_stats_sm90.cuh
 #pragma once
 
 #include <cstdint>
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
 
     float out[kD / 2];
     float scores[kKeys / 2];
-    uint32_t probs[kKeys / 4];  // two a word: the A operand of (2)
+    uint32_t probs[kKeys / 4];  // two a word: the A operand of (4)
 
     if (consumer == kConsumers - 1) sm90::named_barrier_arrive(next_turn, kTurnThreads);
 
@@ -276,7 +277,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         issue_scores<kD, kKeys>(scores, query_operand, shared.key[key_stage.stage]);
       };
 
-      // (2)
+      // (4)
       const auto issue_tile_out = [&](bool has_out) {
         issue_out<kD, kKeys>(out, probs, shared.value[value_stage.stage], has_out);
       };
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         stage.advance();
       };
 
-      // (3), and (4). Products (2) read `probs` until the wait in the middle, which is placed where
+      // (2) and (3). Products (4) read `probs` until the wait in the middle, which is placed where
       // they are about to end: the rounding to `probs` then hides behind the exponentials left. K
       // stays until nobody can need it again.
       const auto softmax = [&]<bool kFirst>(int n, std::bool_constant<kFirst>) {

@@ -54,13 +54,10 @@ struct Workspace {
 
   Workspace(Carver& carver, const Problem& problem, const ForwardConfig& config, bool record,
             int num_multiprocessors) {
-    constexpr int64_t kQuerySlots = 2;
-    constexpr int64_t kMassWords = sm90::kMmaRows / 2;
     next_item = carver.take<int>(1);
-    row_masses =
-        carver.take<uint32_t>(record ? num_multiprocessors * kQuerySlots * config.num_consumers *
-                                           num_key_tiles(problem.key_length) * kMassWords
-                                     : 0);
+    const int64_t tiles = int64_t{num_multiprocessors} * kQuerySlots * config.num_consumers *
+                          num_key_tiles(problem.key_length);
+    row_masses = carver.take<uint32_t>(record ? tiles * kMassWords : 0);
   }
 };
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void issue_scores(float (&scores)[kSize], uint32_t qu
   sm90::wgmma_commit();
 }
 
-// (2) O = P V, added to what `out` has.
+// (4) O = P V, added to what `out` has.
 template <int kHeadDim, int kTileKeys, typename Element>
 __device__ __forceinline__ void issue_out(float (&out)[kHeadDim / 2],
                                           const uint32_t (&probs)[kTileKeys / 4],

@@ -9,8 +9,6 @@
 
 namespace backlite::forward_sm90 {
 
-inline constexpr int kQuerySlots = 2;
-
 // Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
 inline constexpr int kMaxConsumers = 3;
 enum NamedBarrier : int {

@@ -1,4 +1,4 @@
-// Tile statistics in the Hopper forward.
+// Tile statistics in the Hopper forward: (6).
 //
 // p[n] of a query tile is the mean over its rows of (row's mass in key tile n) / (row's total).
 // The total is known only after the last tile, so consumers keep, for each tile, what each row
@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "forward/config_sm90.h"
 #include "forward/softmax_sm90.cuh"
 #include "forward/tile_score.h"
 #include "sm90/barrier.cuh"
@@ -25,8 +26,6 @@
 #include "sm90/math.cuh"
 
 namespace backlite::forward_sm90 {
-
-inline constexpr int kMassWords = sm90::kMmaRows / 2;  // of a tile
 
 // Which of a tile's words holds the rows of this thread of the warpgroup.
 __device__ __forceinline__ int mass_word(int thread) { return thread / 4; }
