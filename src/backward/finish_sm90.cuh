@@ -126,7 +126,8 @@ __device__ __forceinline__ void finish_query_tiles(const RowsParams& params, int
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     int head = place;
-    if (params.num_columns == 0) {  // nor a kernel of them, and the first pass lets this one begin
+    if (params.num_columns == 0) {
+      // No kernel of columns that lists heads: all are done when the first pass is.
       sm90::wait_for_earlier_kernels();
     } else {
       if (lane == 0) head = sm90::wait_for_bits(params.heads.done + place, kListed) & ~kListed;

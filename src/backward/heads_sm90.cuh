@@ -10,9 +10,9 @@
 
 namespace backlite::backward_sm90 {
 
-// Of `num_blocks` of the columns' kernel, how many work; the others end at once, and the last pass
-// has their multiprocessors. As many as it keeps busy until the columns end: 5 of 132 end at 8k, 5%
-// live, none in long dense problems. Half as many again are even with that.
+// How many of the `num_blocks` blocks of the columns' kernel work. The others end at once, so that
+// the last pass has their multiprocessors: as many as it keeps busy until the columns end, 6 of 132
+// at 8k, 5% live, none in long dense problems. Half as many again are even with that.
 __device__ __forceinline__ int num_working_blocks(const schedule_sm90::Header& schedule,
                                                   int64_t num_tiles, int num_blocks) {
   // Cycles of one multiprocessor: a live tile, what a column costs beyond its tiles

@@ -8,11 +8,11 @@
 
 namespace backlite::backward_sm90 {
 
-// What one call launches, in this order; the columns are skipped if there can be none.
+// What one call launches: the first pass over `rows`, the columns, the last pass over `rows`.
 struct Launch {
   BackwardParams columns;
   RowsParams rows;
-  int num_blocks;  // of the columns' kernel
+  int num_blocks;  // of the columns' kernel; 0 if there can be no live tile
   int num_parts;   // 64-row parts of split columns, at most
   bool is_dense;
 };

@@ -35,7 +35,7 @@ int64_t num_heads(const Problem& problem) { return problem.batch * problem.num_k
 // the pass comes after the columns and many short blocks are faster: 0.193 ms beside 0.198 with
 // real masks at batch 1.
 int tiles_in_run(const Problem& problem, int num_multiprocessors) {
-  constexpr int kBlocksAtOnce = 2;  // of a multiprocessor: they fill its shared memory
+  constexpr int kBlocksAtOnce = 2;  // of a multiprocessor: at D = 128 they fill its shared memory
   return num_tiles(problem) >= int64_t{kTilesInRun} * kBlocksAtOnce * num_multiprocessors
              ? kTilesInRun
              : 1;
@@ -205,8 +205,7 @@ void backward(const Problem& problem, const BackwardArgs& args, const Execution&
   launch.is_dense = args.tile_bits == nullptr;
   if (schedule.num_columns > 0 && problem.query_length > 0) {
     launch.columns = columns_params(problem, args, workspace, schedule);
-    launch.num_blocks =
-        static_cast<int>(std::min<int64_t>(num_multiprocessors, schedule.max_items));
+    launch.num_blocks = num_multiprocessors;
     launch.num_parts = static_cast<int>(schedule.max_slots) * 2 * kConsumers;
   }
   check_cuda(launcher_of(problem)(launch, static_cast<cudaStream_t>(execution.stream)),

@@ -16,11 +16,12 @@ std::string why_not_supported(const Problem& problem);
 std::string why_not_supported(const Problem& problem, const BackwardArgs& args);
 
 // With R = B * H * Tm * 64 rows, C = B * Hk * Tn columns and M multiprocessors:
-// R * (4 D + 16) + R / 16 + min(C, 2 M) * 1024 D + 12 B * Hk bytes, and what rounding eight arrays
-// up to 64 bytes adds.
+// R * (4 D + 16) + R / 16 + min(C, 2 M) * 1024 D + 12 B * Hk + 8 bytes, and what rounding eight
+// arrays up to 64 bytes adds.
 size_t workspace_bytes(const Problem& problem);
 
-// Launches three kernels on the stream of `execution`.
+// Launches up to three kernels on the stream of `execution`: the first pass, the columns and the
+// last pass.
 void backward(const Problem& problem, const BackwardArgs& args, const Execution& execution);
 
 }  // namespace backlite::backward_sm90

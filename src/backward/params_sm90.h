@@ -32,7 +32,7 @@ inline constexpr uint32_t kStored = 1u << 31;
 // The same: one live tile alone adds to the query tile, and stores dQ as the caller wants it.
 inline constexpr uint32_t kOnlyOne = 1u << 30;
 
-// In Heads::done: the number beside it is there.
+// In Heads::done: the other bits are the number of a head.
 inline constexpr uint32_t kListed = 1u << 31;
 
 // How far the heads are: the last pass turns a head's dQ into rows when all its live tiles are

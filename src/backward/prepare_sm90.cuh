@@ -1,6 +1,7 @@
 // Before the columns: delta = rowsum(dO * O) - dLSE and the row terms (params_sm90.h), zeros in the
-// sums of dQ (or in what says who comes first to each: add_grad_query) and in the parts of split
-// columns, dK = dV = 0 for columns without a live tile, and how many live tiles each head has.
+// sums of dQ (or, if first_stores, the words that say who comes first to each: add_grad_query) and
+// in the parts of split columns, dK = dV = 0 for columns without a live tile, how many live tiles
+// each head has, and zeros in all counters of the kernels that follow.
 #pragma once
 
 #include <cmath>
@@ -16,7 +17,7 @@ namespace backlite::backward_sm90 {
 
 inline constexpr int kPrepareThreads = 256;
 
-// Blocks past the query tiles, for everything that goes by columns.
+// Blocks past the query tiles, for all that goes by columns or heads: one a multiprocessor.
 inline constexpr int kColumnBlocks = 132;
 
 template <typename Element>
@@ -39,7 +40,7 @@ __device__ __forceinline__ void split(float x, Element* parts) {
   parts[2] = Element(x);
 }
 
-// The live tiles of a query tile, exact up to two. The whole block.
+// The live tiles of a query tile: none, one, or a number of at least two. The whole block.
 __device__ __forceinline__ int count_live(const RowsParams& params, int64_t batch_head,
                                           int query_tile) {
   const Range allowed = params.mask.key_tiles(query_tile);

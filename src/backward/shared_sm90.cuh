@@ -41,7 +41,7 @@ struct alignas(16) ReduceTile {
 };
 
 // Columns with few live tiles take less time than the memory accesses that find them one by one:
-// the finder runs this many tiles ahead.
+// the finder runs this many tiles ahead, for which there is room at D = 128.
 inline constexpr int kFoundSlots = 7;
 
 template <typename Config, typename AnyElement>

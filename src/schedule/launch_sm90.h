@@ -7,11 +7,11 @@
 
 namespace backlite::schedule_sm90 {
 
-// With C = B * Hk * Tn columns and M multiprocessors: 36 C + 64 M + 4 min(C, 2 M) bytes, and what
-// rounding five arrays up to 64 bytes adds.
+// With C = B * Hk * Tn columns and M multiprocessors: 16 + 36 C + 64 M + 4 min(C, 2 M) bytes, and
+// what rounding four arrays up to 64 bytes adds.
 size_t schedule_bytes(const Problem& problem);
 
-// Launches two kernels on the stream of `execution`.
+// Launches two kernels on the stream of `execution`; without columns it only clears the header.
 void schedule(const Problem& problem, const ScheduleArgs& args, const Execution& execution);
 
 }  // namespace backlite::schedule_sm90

@@ -18,8 +18,9 @@ __device__ __forceinline__ void let_next_kernel_launch() {
   asm volatile("griddepcontrol.launch_dependents;");
 }
 
-// Launches a kernel that begins with wait_for_earlier_kernels: its blocks are sent to the
-// multiprocessors beforehand, about a microsecond sooner.
+// Launches a kernel that waits by itself, by wait_for_earlier_kernels: its blocks are sent to the
+// multiprocessors beforehand, about a microsecond sooner. Some block of it must wait, or the kernel
+// behind it would not know that those before it have finished.
 template <typename Params>
 cudaError_t launch_early(void (*kernel)(Params), dim3 grid, int num_threads, size_t shared_bytes,
                          cudaStream_t stream, const Params& params) {

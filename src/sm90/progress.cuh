@@ -1,4 +1,5 @@
-// Words in global memory by which blocks of one kernel tell each other how far they are.
+// Words in global memory by which blocks that are at work at the same time, of one kernel or two,
+// tell each other how far they are.
 #pragma once
 
 #include <cstdint>
