@@ -252,7 +252,7 @@ def time_overheads(problem: Problem) -> dict[str, Timing]:
 
 
 def bench_overheads() -> Iterator[Row]:
-    """Each within 1% of the dense backward of a large problem; together within 15 us of a small."""
+    """Each at most 1% of a large problem's dense backward; together at most 15 us in a small."""
     case = Case(8192, 128, causal=True, batch=4, heads=16)
     times = time_overheads(Problem(case))
     for name in ("select", "schedule"):

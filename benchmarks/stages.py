@@ -1,10 +1,11 @@
-"""Measures every stage of a training step's attention, 2k to 128k tokens, beside cuDNN.
+"""Measures every stage of a training step's attention, 2k to 128k tokens, beside cuDNN and FA4.
 
     python benchmarks/stages.py
 
 Forward (with and without statistics), select, schedule, backward (dense, and at several shares of
 live tiles), causal, bfloat16, and the peak memory of forward and backward together. All times of a
-length are taken in turns in one process. Writes JSON to --out as it goes.
+length but the schedule's are taken in turns in one process. FlashAttention 4 takes part where it is
+installed. Writes JSON to --out as it goes.
 """
 
 from __future__ import annotations
