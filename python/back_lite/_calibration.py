@@ -343,17 +343,23 @@ def known_heads(module: BackLite) -> int | None:
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file under another name and rename it; text in UTF-8.
 
+    Links are followed. What is there and no file, such as ``/dev/null``, is written to as it is.
+
     Raises:
         OSError: names the path.
     """
-    target = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
     temporary = None
     try:
+        if Path(path).exists() and not target.is_file():
+            Path(path).write_bytes(data)
+            return
         with tempfile.NamedTemporaryFile(
             dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:
             temporary = Path(file.name)
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
@@ -365,7 +371,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"cannot write: {error.strerror}", str(target)) from error
+            raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
         raise
 
 

@@ -779,6 +779,19 @@ def test_full_disk_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["calibration.json"]
 
 
+@pytest.mark.parametrize("device", [False, True])
+def test_links_and_devices_stay_what_they_are(
+    device: bool, calibration: Calibration, tmp_path: Path
+) -> None:
+    target = Path("/dev/null") if device else tmp_path / "elsewhere.json"
+    link = tmp_path / "calibration.json"
+    link.symlink_to(target)
+    calibration.save(link)
+    assert link.readlink() == target
+    assert device or Calibration.load(target) == calibration
+    assert target.is_char_device() == device
+
+
 # ------------------------------------------------------------------------------- command line
 
 SCRIPT = """
