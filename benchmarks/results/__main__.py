@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.files import write_text
+
 from .data import load
 from .text import write
 
@@ -26,7 +28,7 @@ def main() -> None:
     parser.add_argument("--text", action="store_true", help="leave the figures as they are")
     args = parser.parse_args()
     data = load(DOCS / "results")
-    (DOCS / "results.md").write_text(write(data))
+    write_text(DOCS / "results.md", write(data))
     if not args.text:
         from .figures import draw  # matplotlib
 

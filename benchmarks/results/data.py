@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .shapes import problem
+
 Json = dict[str, Any]
-GRADIENTS = ("dQ", "dK", "dV")
 EXTRA = ("select", "schedule")  # what a sparse pass has and an exact one has not
 
 
@@ -66,18 +67,6 @@ class Data:
     stages: Json | None = None
 
 
-# What each file must hold, beside what every JSON here says of itself.
-HEAD = ("command", "machine", "versions")
-NAMES = {
-    "training": ("settings", "text", "run"),
-    "layers": ("settings", "layers"),
-    "smollm2": ("settings", "forward", "layers", "trainings"),
-    "smollm2_steps": ("settings", "shapes"),
-    "speed": ("contexts",),
-    "stages": ("fa4", "lengths"),
-}
-
-
 def read(path: Path, kind: str) -> Json:
     """One file; a damaged one, or another program's, ends the program with its name."""
 
@@ -88,9 +77,8 @@ def read(path: Path, kind: str) -> Json:
         found = json.loads(path.read_text(), parse_constant=refuse)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: {error}") from None
-    names = (*HEAD, *NAMES[kind])
-    if not isinstance(found, dict) or any(found.get(name) in (None, [], {}) for name in names):
-        raise SystemExit(f"{path}: accepted is a {kind} file, with {', '.join(names)}")
+    if text := problem(found, kind):
+        raise SystemExit(f"{path}: {text}")
     return found
 
 

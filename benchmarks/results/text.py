@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from .data import (
     EXTRA,
-    GRADIENTS,
     Data,
     Json,
     Training,
@@ -23,6 +22,7 @@ from .data import (
     table,
 )
 from .limits import does_not_pay
+from .shapes import GRADIENTS
 
 # 97.5% of Student's t, by the number of values
 STUDENT_T = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
