@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from files import write_text
 from timing import Timing, median_ratio
 
 
@@ -125,4 +126,4 @@ def write_json(path: Path, rows: list[Row], facts: dict[str, object]) -> None:
         "rows": [row.as_json() for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")

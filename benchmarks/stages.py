@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from back_lite import attention, mask_tiles, ops, pack_tiles
+from files import write_text
 from gpu import HAS_FA4, PEERS, Case, in_turns
 from machine import describe
 from torch import Tensor
@@ -122,7 +123,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         print(length, {name: f"{ms:.3f}" for name, ms in row["ms"].items()}, flush=True)
         content["lengths"].append(row)
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_text(args.out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from back_lite import Calibration, Target
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.files import write_text
 from benchmarks.machine import describe
 from examples.train_lm.__main__ import (
     DEFAULTS,
@@ -33,7 +33,7 @@ from examples.train_lm.__main__ import (
     load_text,
     windows,
 )
-from examples.train_lm.arguments import probability, whole
+from examples.train_lm.arguments import probability, whole, write_checkpoint
 
 from .arguments import make_parser, prepare
 
@@ -65,9 +65,7 @@ def trained_model(args: argparse.Namespace, text: Tensor) -> LanguageModel:
     batches = draw(text, args.steps, 1, args.context, args.seed, args.device)
     for step, batch in enumerate(tqdm(batches, desc="training", unit="step", dynamic_ncols=True)):
         run.step(batch, learning_rate(PEAK_LEARNING_RATE, step, args.steps))
-    partial = path.with_suffix(".partial")  # so that it is there whole or not at all
-    torch.save(run.model.state_dict(), partial)
-    os.replace(partial, path)
+    write_checkpoint(path, run.model.state_dict())
     return run.model
 
 
@@ -143,7 +141,7 @@ def main() -> None:
         print(json.dumps(results[-1], indent=1))
     command = shlex.join(["python", "-m", "examples.calibrate_lm", *sys.argv[1:]])
     content = {"command": command, **describe(), "results": results}
-    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_text(args.out / "results.json", json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from back_lite import Target
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks.files import write_text
 from benchmarks.machine import describe
 from examples.train_lm.__main__ import (
     LanguageModel,
@@ -151,7 +152,7 @@ def main() -> None:
         "checks": checks,
         "records": records,
     }
-    (args.out / "control.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_text(args.out / "control.json", json.dumps(content, indent=1) + "\n")
     draw_checks(checks, target, args.warmup, args.out / "control.png")
     print(json.dumps({k: v for k, v in content.items() if k not in ("checks", "records")}))
 

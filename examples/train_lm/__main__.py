@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import time
 from pathlib import Path
@@ -29,14 +28,17 @@ from tqdm import tqdm
 
 from . import report
 from .arguments import (
+    FIXED,
     device,
     different,
+    finite,
     fitting,
     make_folder,
     positive,
     probability,
     read_checkpoint,
     whole,
+    write_checkpoint,
 )
 from .compare import compare_layer, record_calls
 from .log import Log
@@ -65,8 +67,6 @@ for _defaults in DEFAULTS.values():
 WARMUP_STEPS = 20  # of the learning rate
 VALIDATE_EVERY, VALIDATION_WINDOWS = 30, 12
 DENSITY_EVERY = 5
-# What a checkpoint keeps, and the command line that resumes it may not change.
-FIXED = ("size", "context", "batch", "steps", "learning_rate", "corpus", "seed", "exact_steps")
 
 
 def learning_rate(peak: float, step: int, steps: int) -> float:
@@ -80,7 +80,6 @@ def learning_rate(peak: float, step: int, steps: int) -> float:
 def save(
     path: Path, args: argparse.Namespace, text: Text, runs: list[Run], data: torch.Generator
 ) -> None:
-    """Under another name, then renamed: a checkpoint is there whole or not at all."""
     state: dict[str, Any] = {
         "settings": {name: getattr(args, name) for name in FIXED},
         "runs": {run.negl_prob: run.state_dict() for run in runs},
@@ -90,12 +89,7 @@ def save(
     }
     if args.device.startswith("cuda"):
         state["random_cuda"] = torch.cuda.get_rng_state(args.device)
-    partial = path.with_suffix(".partial")
-    try:
-        torch.save(state, partial)
-        os.replace(partial, path)
-    except (OSError, RuntimeError) as error:
-        raise SystemExit(f"{path}: not written: {error}") from None
+    write_checkpoint(path, state)
 
 
 def load(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -153,11 +147,13 @@ def train(
         last = step + 1 == args.steps
         for run, log in zip(runs, logs, strict=True):
             run.step(batch, learning_rate(args.learning_rate, step, args.steps))
-            log.add(step + 1, {"loss/train": run.history.train_loss[-1]})
+            loss = run.history.train_loss[-1]
+            log.add(step + 1, {"loss/train": finite(loss, run.name, args.learning_rate)})
             if step % DENSITY_EVERY == 0 or last:
                 log.add(step + 1, {"density": run.note_density()})
             if (step + 1) % VALIDATE_EVERY == 0 or last:
-                log.add(step + 1, {"loss/validation": run.validate(validation, args.batch)})
+                loss = run.validate(validation, args.batch)
+                log.add(step + 1, {"loss/validation": finite(loss, run.name, args.learning_rate)})
                 if run.negl_prob:
                     log.add(step + 1, run.measure(batch[:1]))
         if (step + 1) % args.save_every == 0 or last:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# What a checkpoint keeps, and the command line that resumes it may not change.
+FIXED = ("size", "context", "batch", "steps", "learning_rate", "corpus", "seed", "exact_steps")
+
 
 def _refused(text: str, accepted: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text}: accepted {accepted}")
@@ -64,6 +67,16 @@ def different(option: str, values: list[float]) -> None:
         raise SystemExit(f"{option} {' '.join(names)}: accepted are different values")
 
 
+def finite(loss: float, name: str, learning_rate: float) -> float:
+    """End a training that has diverged: nothing can be compared with it."""
+    if not math.isfinite(loss):
+        raise SystemExit(
+            f"--learning-rate {learning_rate:g}: the loss of {name} is {loss}; accepted is a rate "
+            "at which it stays finite"
+        )
+    return loss
+
+
 def make_folder(option: str, folder: Path) -> None:
     """So that what takes minutes is not lost at its end."""
     try:
@@ -83,9 +96,25 @@ def read_checkpoint(option: str, path: Path, names: tuple[str, ...]) -> dict[str
     except Exception as error:  # which one depends on the bytes of a damaged file
         reason = f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
         raise SystemExit(f"{option}: {path} is damaged, or no checkpoint: {reason}") from None
-    if not isinstance(state, dict) or any(name not in state for name in names):
+    if (
+        not isinstance(state, dict)
+        or any(name not in state for name in names)
+        or not (isinstance(state["settings"], dict) and set(state["settings"]) == set(FIXED))
+        or not (isinstance(state["runs"], dict) and state["runs"])
+    ):
         raise SystemExit(f"{option}: {path} is no checkpoint of examples.train_lm")
     return state
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Under another name, then renamed: it is there whole or not at all."""
+    partial = path.with_suffix(".partial")
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise SystemExit(f"{path}: not written: {error}") from None
 
 
 @contextlib.contextmanager

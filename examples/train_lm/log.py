@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """On a full disk, say, the program ends in one line; its last checkpoint stays."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"{folder}: {error.strerror}") from None
 
 
 class Log:
@@ -12,18 +22,22 @@ class Log:
     def __init__(self, folder: Path, done: int) -> None:
         """done: steps so far; what the folder holds of later ones, or of another training, is
         dropped."""
+        self._folder = folder
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:  # absent, or too old for this torch
             self._writer = None
         else:
-            self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+            with _written(folder):
+                self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            with _written(self._folder):
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with _written(self._folder):
+                self._writer.close()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.files import write_text
 from benchmarks.machine import describe
 
 GRADIENTS = ("dQ", "dK", "dV")
@@ -107,4 +108,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps({"command": command, **describe(), **content}, default=asdict)
     rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
     # One line a list of numbers: shorter, and still to be read.
-    path.write_text(re.sub(r"\n +(?=[-\d\]])", " ", json.dumps(rounded, indent=1)) + "\n")
+    write_text(path, re.sub(r"\n +(?=[-\d\]])", " ", json.dumps(rounded, indent=1)) + "\n")

