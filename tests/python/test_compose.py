@@ -310,6 +310,14 @@ def test_row42_checkpointing_is_bitwise(use_reentrant: bool, negl_prob: float) -
     composition.check_checkpointing(use_reentrant, negl_prob, "cpu")
 
 
+def test_row42_checkpointing_sees_a_new_negl_prob() -> None:
+    block, x = make_block(0.3)
+    out = checkpoint(block, x, use_reentrant=False)
+    block.attn.negl_prob = 0.0
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="number of tensors"):
+        out.sum().backward()
+
+
 @needs_operators
 def test_row42_checkpointing_compiled() -> None:
     block, x = make_block(0.3)
