@@ -210,7 +210,7 @@ struct Case {
 };
 
 template <typename T>
-struct Data {
+struct Data : DeviceArrays {
   Problem p;
   View q_view, k_view;
   BackwardArgs args;
@@ -220,21 +220,8 @@ struct Data {
   float *lse, *grad_lse = nullptr;
   int32_t* bits = nullptr;
   void* schedule;
-  std::vector<void*> owned;
 
-  explicit Data(const Case& c) {
-    p = {.device = Device::kCuda,
-         .dtype = c.dtype,
-         .batch = c.batch,
-         .num_query_heads = c.query_heads,
-         .num_key_heads = c.key_heads,
-         .query_length = c.query_length,
-         .key_length = c.key_length,
-         .head_dim = c.head_dim,
-         .scale = c.scale_factor / std::sqrt(double(c.head_dim)),
-         .causal = c.causal,
-         .window_left = c.left,
-         .window_right = c.right};
+  explicit Data(const Case& c) : p(problem_of(c)) {
     const int64_t row = c.head_dim + c.padding;
     q_view = {row * c.query_heads * c.query_length, row * c.query_heads, row};
     k_view = {row * c.key_heads * c.key_length, row * c.key_heads, row};
@@ -277,9 +264,6 @@ struct Data {
             .grad_query = query_side(grad_q),
             .grad_key = key_side(grad_k),
             .grad_value = key_side(grad_v)};
-  }
-  ~Data() {
-    for (void* pointer : owned) cudaFree(pointer);
   }
   int64_t num_rows() const { return p.batch * p.num_query_heads * p.query_length; }
   int64_t num_words() const {
@@ -327,13 +311,6 @@ struct Data {
     REQUIRE(cudaMemset(grad_v, 0xff, k_count * sizeof(T)));
     REQUIRE(cudaMemset(execution.workspace, 0xff, execution.workspace_bytes));
     REQUIRE(cudaMemset(schedule, 0xff, schedule_sm90::schedule_bytes(p)));
-  }
-  template <typename U>
-  U* own(int64_t count) {
-    void* pointer = nullptr;
-    REQUIRE(cudaMalloc(&pointer, std::max<int64_t>(count, 1) * sizeof(U)));
-    owned.push_back(pointer);
-    return static_cast<U*>(pointer);
   }
 };
 

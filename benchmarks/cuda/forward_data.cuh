@@ -3,21 +3,11 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "backlite/backlite.h"
 #include "common/mask.h"
 #include "probe.cuh"
-
-template <typename T>
-T* allocate(int64_t count) {
-  void* pointer = nullptr;
-  REQUIRE(cudaMalloc(&pointer, std::max<int64_t>(count, 1) * sizeof(T)));
-  return static_cast<T*>(pointer);
-}
 
 struct Case {
   const char* name;
@@ -31,23 +21,8 @@ struct Case {
   int64_t max_rows = 1 << 30;  // rows compared
 };
 
-inline backlite::Problem problem_of(const Case& c) {
-  return {.device = backlite::Device::kCuda,
-          .dtype = c.dtype,
-          .batch = c.batch,
-          .num_query_heads = c.query_heads,
-          .num_key_heads = c.key_heads,
-          .query_length = c.query_length,
-          .key_length = c.key_length,
-          .head_dim = c.head_dim,
-          .scale = c.scale_factor / std::sqrt(double(c.head_dim)),
-          .causal = c.causal,
-          .window_left = c.left,
-          .window_right = c.right};
-}
-
 template <typename Element>
-struct Data {
+struct Data : DeviceArrays {
   backlite::Problem problem;
   backlite::ForwardArgs args;
   backlite::Execution execution;
@@ -56,7 +31,6 @@ struct Data {
   int64_t q_strides[3], k_strides[3];
   float* lse;
   float* stats;
-  std::vector<void*> owned;
 
   Data(const Case& c, size_t workspace_bytes) : problem(problem_of(c)) {
     const int64_t row = c.head_dim + c.padding;
@@ -86,9 +60,6 @@ struct Data {
     execution.workspace_bytes = workspace_bytes;
     execution.workspace = own<char>(execution.workspace_bytes);
   }
-  ~Data() {
-    for (void* pointer : owned) cudaFree(pointer);
-  }
   int64_t num_rows() const {
     return problem.batch * problem.num_query_heads * problem.query_length;
   }
@@ -107,11 +78,5 @@ struct Data {
     REQUIRE(cudaMemset(lse, 0xff, num_rows() * 4));
     REQUIRE(cudaMemset(stats, 0xff, num_stats() * 4));
     REQUIRE(cudaMemset(execution.workspace, 0xff, execution.workspace_bytes));
-  }
-  template <typename T>
-  T* own(int64_t count) {
-    T* pointer = allocate<T>(count);
-    owned.push_back(pointer);
-    return pointer;
   }
 };

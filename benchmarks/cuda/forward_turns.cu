@@ -59,22 +59,6 @@ struct Build {
   }
 };
 
-float ms_of(int num_launches, const auto& launch) {
-  static const auto create = [] {
-    cudaEvent_t event;
-    REQUIRE(cudaEventCreate(&event));
-    return event;
-  };
-  static const cudaEvent_t begin = create(), end = create();
-  REQUIRE(cudaEventRecord(begin));
-  for (int i = 0; i < num_launches; ++i) launch();
-  REQUIRE(cudaEventRecord(end));
-  REQUIRE(cudaEventSynchronize(end));
-  float ms = 0;
-  REQUIRE(cudaEventElapsedTime(&ms, begin, end));
-  return ms / num_launches;
-}
-
 void compare(const std::vector<Build>& builds, const Case& c, int rounds) {
   size_t workspace_bytes = 0;
   for (const Build& build : builds) {

@@ -1,13 +1,16 @@
-// What the probes of the Hopper kernels share: errors, random inputs, times.
+// What the probes of the Hopper kernels share: errors, problems, memory, random inputs, times.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
+
+#include "backlite/backlite.h"
 
 inline void require(cudaError_t error, int line) {
   if (error == cudaSuccess) return;
@@ -15,6 +18,45 @@ inline void require(cudaError_t error, int line) {
   std::exit(1);
 }
 #define REQUIRE(call) require((call), __LINE__)
+
+// Of a case of any probe: their names of these members agree.
+template <typename Case>
+backlite::Problem problem_of(const Case& c) {
+  return {.device = backlite::Device::kCuda,
+          .dtype = c.dtype,
+          .batch = c.batch,
+          .num_query_heads = c.query_heads,
+          .num_key_heads = c.key_heads,
+          .query_length = c.query_length,
+          .key_length = c.key_length,
+          .head_dim = c.head_dim,
+          .scale = c.scale_factor / std::sqrt(double(c.head_dim)),
+          .causal = c.causal,
+          .window_left = c.left,
+          .window_right = c.right};
+}
+
+// Arrays on the device that go with it.
+class DeviceArrays {
+ public:
+  DeviceArrays() = default;
+  DeviceArrays(const DeviceArrays&) = delete;
+  DeviceArrays& operator=(const DeviceArrays&) = delete;
+  ~DeviceArrays() {
+    for (void* array : arrays_) cudaFree(array);
+  }
+
+  template <typename T>
+  T* own(int64_t count) {
+    void* array = nullptr;
+    REQUIRE(cudaMalloc(&array, std::max<int64_t>(count, 1) * sizeof(T)));
+    arrays_.push_back(array);
+    return static_cast<T*>(array);
+  }
+
+ private:
+  std::vector<void*> arrays_;
+};
 
 __device__ inline uint64_t mix(uint64_t x) {
   x ^= x >> 33;
@@ -47,6 +89,25 @@ inline double median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
+inline cudaEvent_t make_event() {
+  cudaEvent_t event;
+  REQUIRE(cudaEventCreate(&event));
+  return event;
+}
+
+// Milliseconds of a launch, by events around some.
+template <typename Launch>
+float ms_of(int num_launches, const Launch& launch) {
+  static const cudaEvent_t begin = make_event(), end = make_event();
+  REQUIRE(cudaEventRecord(begin));
+  for (int i = 0; i < num_launches; ++i) launch();
+  REQUIRE(cudaEventRecord(end));
+  REQUIRE(cudaEventSynchronize(end));
+  float ms = 0;
+  REQUIRE(cudaEventElapsedTime(&ms, begin, end));
+  return ms / static_cast<float>(num_launches);
+}
+
 // Median times of several launches in milliseconds, each in a warm steady state: the clock of a GPU
 // that has been idle is higher than the one it can hold. Launches take turns, in batches.
 struct Timing {
@@ -58,18 +119,6 @@ struct Timing {
 template <typename... Launch>
 std::vector<double> time_ms(const Timing& timing, const Launch&... launch) {
   constexpr float kBatchMs = 40.0f;
-  cudaEvent_t begin, end;
-  REQUIRE(cudaEventCreate(&begin));
-  REQUIRE(cudaEventCreate(&end));
-  const auto once = [&](const auto& f) {
-    REQUIRE(cudaEventRecord(begin));
-    f();
-    REQUIRE(cudaEventRecord(end));
-    REQUIRE(cudaEventSynchronize(end));
-    float ms = 0;
-    REQUIRE(cudaEventElapsedTime(&ms, begin, end));
-    return ms;
-  };
   std::vector<float> times[sizeof...(Launch)];
   for (int round = -1; round < timing.rounds; ++round) {
     int which = 0;
@@ -78,7 +127,7 @@ std::vector<double> time_ms(const Timing& timing, const Launch&... launch) {
           float spent = 0;
           for (int i = 0;
                i < timing.max_launches && spent < (round < 0 ? timing.warm_ms : kBatchMs); ++i) {
-            const float ms = once(launch);
+            const float ms = ms_of(1, launch);
             spent += ms;
             if (round >= 0) times[which].push_back(ms);
           }

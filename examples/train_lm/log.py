@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-
-@contextlib.contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """On a full disk, say, the program ends in one line; its last checkpoint stays."""
-    try:
-        yield
-    except OSError as error:
-        raise SystemExit(f"{folder}: {error.strerror}") from None
+from benchmarks.files import written
 
 
 class Log:
@@ -28,16 +20,16 @@ class Log:
         except ImportError:  # absent, or too old for this torch
             self._writer = None
         else:
-            with _written(folder):
+            with written(folder):
                 self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is not None:
-            with _written(self._folder):
+            with written(self._folder):
                 for name, value in values.items():
                     self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._writer is not None:
-            with _written(self._folder):
+            with written(self._folder):
                 self._writer.close()

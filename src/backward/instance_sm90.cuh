@@ -11,18 +11,11 @@
 
 namespace backlite::backward_sm90 {
 
-// Of a kernel that may take more than 48 KiB.
-template <typename Params>
-cudaError_t allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
 template <typename Config, typename Element, typename TileSource>
 cudaError_t launch_columns(const Launch& launch, cudaStream_t stream) {
   constexpr size_t kSharedBytes = sizeof(SharedMemory<Config, Element>);
   const auto kernel = backward_kernel<Config, Element, TileSource>;
-  const cudaError_t error = allow_shared_bytes(kernel, kSharedBytes);
+  const cudaError_t error = sm90::allow_shared_bytes(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   return sm90::launch_early(kernel, static_cast<unsigned>(launch.num_blocks), kThreads,
                             kSharedBytes, stream, launch.columns);
@@ -45,9 +38,8 @@ cudaError_t launch_instance(const Launch& launch, cudaStream_t stream) {
                              ceil_div(launch.num_parts, rows.tiles_in_run);
   if (num_blocks == 0) return cudaSuccess;
   const auto finish = finish_kernel<kD, Element>;
-  // The limit is the kernel's, for all threads: always the largest, or a smaller problem in another
-  // thread could lower it before this launch.
-  error = allow_shared_bytes(finish, finish_shared_bytes<kD>(kTilesInRun));
+  // Always the largest, or a smaller problem in another thread could lower it before this launch.
+  error = sm90::allow_shared_bytes(finish, finish_shared_bytes<kD>(kTilesInRun));
   if (error != cudaSuccess) return error;
   return sm90::launch_early(finish, static_cast<unsigned>(num_blocks), kFinishThreads,
                             finish_shared_bytes<kD>(rows.tiles_in_run), stream, rows);

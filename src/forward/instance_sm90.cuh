@@ -21,8 +21,7 @@ template <typename Config, typename Element, bool kRecord>
 cudaError_t launch_instance(const ForwardParams& params, int num_blocks, cudaStream_t stream) {
   constexpr size_t kSharedBytes = sizeof(SharedMemory<Config, Element>);
   const auto kernel = forward_kernel<Config, Element, kRecord>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(kSharedBytes));
+  cudaError_t error = sm90::allow_shared_bytes(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   error = sm90::launch_early(clear_counter, 1, 1, 0, stream, params.next_item);
   if (error != cudaSuccess) return error;

@@ -1,4 +1,5 @@
-// Launches that begin while the kernel before them on the stream is still at work.
+// Launches that begin while the kernel before them on the stream is still at work, and how much
+// shared memory they may take.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,6 +17,14 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 // The next kernel on the stream may start to launch.
 __device__ __forceinline__ void let_next_kernel_launch() {
   asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// For a kernel that takes more than 48 KiB. The limit is the kernel's, not the launch's, and holds
+// for all threads.
+template <typename Params>
+cudaError_t allow_shared_bytes(void (*kernel)(Params), size_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
 }
 
 // Launches a kernel that waits by itself, by wait_for_earlier_kernels: its blocks are sent to the
