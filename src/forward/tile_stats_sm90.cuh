@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "forward/config_sm90.h"
+#include "forward/params_sm90.h"
 #include "forward/softmax_sm90.cuh"
 #include "forward/tile_score.h"
 #include "sm90/barrier.cuh"
@@ -26,6 +27,15 @@
 #include "sm90/math.cuh"
 
 namespace backlite::forward_sm90 {
+
+// Where a consumer's words of the item in a slot begin: those of the first tile that it visits.
+template <int kConsumers>
+__device__ __forceinline__ uint32_t* item_row_masses(const ForwardParams& params, int slot,
+                                                     int consumer) {
+  return params.row_masses +
+         (static_cast<int64_t>(blockIdx.x * kQuerySlots + slot) * kConsumers + consumer) *
+             params.num_key_tiles * kMassWords;
+}
 
 // Which of a tile's words holds the rows of this thread of the warpgroup.
 __device__ __forceinline__ int mass_word(int thread) { return thread / 4; }
