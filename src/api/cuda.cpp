@@ -28,11 +28,10 @@ void check_gpu() {
     throw NotSupported(std::string("device = cuda: no GPU can be used (") +
                        cudaGetErrorString(error) + "); accepted is cpu");
   }
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-  if (major != 9) {
-    throw NotSupported("device = cuda: compute capability " + std::to_string(major) + "." +
-                       std::to_string(device_attribute(cudaDevAttrComputeCapabilityMinor)) +
-                       "; accepted are 9.0 (H100, H200), and cpu");
+  const GpuProperties& gpu = current_gpu();
+  if (gpu.major != 9) {
+    throw NotSupported("device = cuda: compute capability " + std::to_string(gpu.major) + "." +
+                       std::to_string(gpu.minor) + "; accepted are 9.0 (H100, H200), and cpu");
   }
 }
 

@@ -187,14 +187,14 @@ std::string why_not_supported(const Problem& problem, const BackwardArgs& args) 
 }
 
 size_t workspace_bytes(const Problem& problem) {
-  const ScheduleLayout schedule(problem, device_attribute(cudaDevAttrMultiProcessorCount), nullptr);
+  const ScheduleLayout schedule(problem, current_gpu().num_multiprocessors, nullptr);
   Carver counter(nullptr);
   Workspace(counter, problem, schedule);
   return counter.bytes();
 }
 
 void backward(const Problem& problem, const BackwardArgs& args, const Execution& execution) {
-  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int num_multiprocessors = current_gpu().num_multiprocessors;
   const ScheduleLayout schedule(problem, num_multiprocessors, const_cast<void*>(args.schedule));
   if (schedule.num_columns == 0 && num_tiles(problem) == 0) return;
   Carver carver(execution.workspace);

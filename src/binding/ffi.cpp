@@ -45,34 +45,45 @@ backlite::Execution execution_on(const TensorView& like, Scratch& scratch, size_
           .workspace_bytes = workspace_bytes};
 }
 
-// The statistics that only the selection needs live in scratch memory.
-size_t scratch_stats_bytes(const backlite::Problem& p, bool selects, bool record) {
-  if (!selects || record) return 0;
-  return static_cast<size_t>(p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p)) *
-         sizeof(float);
-}
+// What the forward and the selection take from scratch memory. Each size is a check of the problem,
+// so they are asked for once.
+struct ForwardBytes {
+  size_t tile_stats = 0;  // those that only the selection needs
+  size_t forward = 0;
+  size_t select = 0;
 
-size_t forward_bytes(const backlite::Problem& p, bool selects, bool record, int num_threads) {
-  return aligned(scratch_stats_bytes(p, selects, record)) +
-         aligned(backlite::forward_workspace_bytes(p, selects || record, num_threads)) +
-         (selects ? aligned(backlite::select_workspace_bytes(p, num_threads)) : 0);
-}
+  static ForwardBytes of(const backlite::Problem& p, bool selects, bool record, int num_threads) {
+    ForwardBytes bytes{.forward =
+                           backlite::forward_workspace_bytes(p, selects || record, num_threads)};
+    if (!selects) return bytes;
+    bytes.select = backlite::select_workspace_bytes(p, num_threads);
+    const int64_t tiles = p.batch * p.num_query_heads * query_tiles(p) * key_tiles(p);
+    if (!record) bytes.tile_stats = static_cast<size_t>(tiles) * sizeof(float);
+    return bytes;
+  }
+  size_t total() const { return aligned(tile_stats) + aligned(forward) + aligned(select); }
+};
 
-size_t backward_bytes(const backlite::Problem& p, int num_threads) {
-  return aligned(backlite::schedule_bytes(p)) +
-         aligned(backlite::backward_workspace_bytes(p, num_threads));
-}
+struct BackwardBytes {
+  size_t schedule;
+  size_t backward;
+
+  static BackwardBytes of(const backlite::Problem& p, int num_threads) {
+    return {.schedule = backlite::schedule_bytes(p),
+            .backward = backlite::backward_workspace_bytes(p, num_threads)};
+  }
+  size_t total() const { return aligned(schedule) + aligned(backward); }
+};
 
 void run_select(const backlite::Problem& problem, const float* tile_stats, const TensorView& like,
-                const TensorView& negl_prob, int32_t* tile_bits, Scratch& scratch,
-                int64_t num_threads) {
+                const TensorView& negl_prob, int32_t* tile_bits,
+                const backlite::Execution& execution) {
   const backlite::SelectArgs args{
       .tile_stats = tile_stats,
       .negl_prob = data_of<const int64_t>(negl_prob),
       .num_negl_prob = resolve_negl_prob(negl_prob, like, problem.num_query_heads),
       .tile_bits = tile_bits};
-  const size_t bytes = backlite::select_workspace_bytes(problem, static_cast<int>(num_threads));
-  backlite::select(problem, args, execution_on(like, scratch, bytes, num_threads));
+  backlite::select(problem, args, execution);
 }
 
 // ---- Exported functions -----------------------------------------------------------------------
@@ -92,11 +103,10 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
     if (selects != negl_prob.has_value()) refuse("tile_bits and negl_prob come together");
 
     const bool record = tile_stats.has_value();
-    Scratch scratch(scratch_tensor, query,
-                    forward_bytes(p, selects, record, static_cast<int>(num_threads)));
-    float* const stats =
-        record ? data_of<float>(tile_stats.value())
-               : static_cast<float*>(scratch.take(scratch_stats_bytes(p, selects, record)));
+    const ForwardBytes bytes = ForwardBytes::of(p, selects, record, static_cast<int>(num_threads));
+    Scratch scratch(scratch_tensor, query, bytes.total());
+    float* const stats = record ? data_of<float>(tile_stats.value())
+                                : static_cast<float*>(scratch.take(bytes.tile_stats));
     const backlite::ForwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, p.query_length, p.num_query_heads),
         .key = view_of<ConstTensor>(key, "key", query, p.key_length, p.num_key_heads),
@@ -104,12 +114,10 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
         .out = view_of<backlite::Tensor>(out, "out", query, p.query_length, p.num_query_heads),
         .lse = data_of<void>(lse),
         .tile_stats = stats};
-    const size_t bytes = backlite::forward_workspace_bytes(p, args.tile_stats != nullptr,
-                                                           static_cast<int>(num_threads));
-    backlite::forward(p, args, execution_on(query, scratch, bytes, num_threads));
+    backlite::forward(p, args, execution_on(query, scratch, bytes.forward, num_threads));
     if (selects) {
-      run_select(p, args.tile_stats, query, negl_prob.value(), data_of<int32_t>(tile_bits.value()),
-                 scratch, num_threads);
+      run_select(p, stats, query, negl_prob.value(), data_of<int32_t>(tile_bits.value()),
+                 execution_on(query, scratch, bytes.select, num_threads));
     }
   });
 }
@@ -119,7 +127,7 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
 int64_t forward_scratch_bytes(TensorView query, TensorView key, bool selects, bool record) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});
-    return static_cast<int64_t>(forward_bytes(p, selects, record, 1));
+    return static_cast<int64_t>(ForwardBytes::of(p, selects, record, 1).total());
   });
 }
 
@@ -145,7 +153,7 @@ void select(TensorView tile_stats, TensorView negl_prob, TensorView tile_bits, i
     const size_t bytes = backlite::select_workspace_bytes(p, static_cast<int>(num_threads));
     Scratch scratch({}, tile_stats, aligned(bytes));
     run_select(p, data_of<const float>(tile_stats), tile_stats, negl_prob,
-               data_of<int32_t>(tile_bits), scratch, num_threads);
+               data_of<int32_t>(tile_bits), execution_on(tile_stats, scratch, bytes, num_threads));
   });
 }
 
@@ -163,9 +171,9 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
     require_dense(lse, "lse", query, lse_dtype(p), {p.batch, hq, sq});
     require_dense(grad_lse, "grad_lse", query, lse_dtype(p), {p.batch, hq, sq});
     if (tile_bits.has_value()) require_tile_bits(tile_bits.value(), query, p);
-    Scratch scratch(scratch_tensor, query, backward_bytes(p, static_cast<int>(num_threads)));
-    const size_t schedule_bytes = backlite::schedule_bytes(p);
-    void* const schedule = scratch.take(schedule_bytes);
+    const BackwardBytes bytes = BackwardBytes::of(p, static_cast<int>(num_threads));
+    Scratch scratch(scratch_tensor, query, bytes.total());
+    void* const schedule = scratch.take(bytes.schedule);
     const backlite::BackwardArgs args{
         .query = view_of<ConstTensor>(query, "query", query, sq, hq),
         .key = view_of<ConstTensor>(key, "key", query, sk, hk),
@@ -179,10 +187,9 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
         .grad_query = view_of<backlite::Tensor>(grad_query, "grad_query", query, sq, hq),
         .grad_key = view_of<backlite::Tensor>(grad_key, "grad_key", query, sk, hk),
         .grad_value = view_of<backlite::Tensor>(grad_value, "grad_value", query, sk, hk)};
-    const size_t bytes = backlite::backward_workspace_bytes(p, static_cast<int>(num_threads));
-    const backlite::Execution execution = execution_on(query, scratch, bytes, num_threads);
+    const backlite::Execution execution = execution_on(query, scratch, bytes.backward, num_threads);
     backlite::schedule(
-        p, {.tile_bits = args.tile_bits, .schedule = schedule, .schedule_bytes = schedule_bytes},
+        p, {.tile_bits = args.tile_bits, .schedule = schedule, .schedule_bytes = bytes.schedule},
         execution);
     backlite::backward(p, args, execution);
   });
@@ -192,7 +199,7 @@ void backward(TensorView grad_out, TensorView query, TensorView key, TensorView 
 int64_t backward_scratch_bytes(TensorView query, TensorView key) {
   return translate([&] {
     const backlite::Problem p = problem_of(query, key, {}, {false, -1, -1});
-    return static_cast<int64_t>(backward_bytes(p, 1));
+    return static_cast<int64_t>(BackwardBytes::of(p, 1).total());
   });
 }
 

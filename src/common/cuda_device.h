@@ -15,13 +15,36 @@ inline void check_cuda(cudaError_t error, const char* what) {
   }
 }
 
-// Of the current device.
-inline int device_attribute(cudaDeviceAttr which) {
+// What the stages want to know of a GPU.
+struct GpuProperties {
+  int device = -1;
+  int major = 0;  // compute capability
+  int minor = 0;
+  int num_multiprocessors = 0;
+  int l2_bytes = 0;
+
+  static GpuProperties of(int device) {
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+      return value;
+    };
+    return {.device = device,
+            .major = attribute(cudaDevAttrComputeCapabilityMajor),
+            .minor = attribute(cudaDevAttrComputeCapabilityMinor),
+            .num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
+            .l2_bytes = attribute(cudaDevAttrL2CacheSize)};
+  }
+};
+
+// Of the current device. A call asks several times, and a thread that stays on one GPU asks the
+// runtime once.
+inline const GpuProperties& current_gpu() {
   int device = 0;
-  int value = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
+  thread_local GpuProperties known;
+  if (known.device != device) known = GpuProperties::of(device);
+  return known;
 }
 
 }  // namespace backlite

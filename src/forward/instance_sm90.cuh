@@ -23,8 +23,10 @@ cudaError_t launch_instance(const ForwardParams& params, int num_blocks, cudaStr
   const auto kernel = forward_kernel<Config, Element, kRecord>;
   cudaError_t error = sm90::allow_shared_bytes(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
-  error = sm90::launch_early(clear_counter, 1, 1, 0, stream, params.next_item);
-  if (error != cudaSuccess) return error;
+  if (params.order.num_items > num_blocks) {  // else nobody counts
+    error = sm90::launch_early(clear_counter, 1, 1, 0, stream, params.next_item);
+    if (error != cudaSuccess) return error;
+  }
   return sm90::launch_early(kernel, static_cast<unsigned>(num_blocks),
                             Config::kConfig.num_threads(), kSharedBytes, stream, params);
 }

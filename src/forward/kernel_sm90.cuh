@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         const RowKeys keys = RowKeys::of(params.mask, first_row);
         const TileRange tiles = keys.seen(num_rows);
         // Asked for early: the answer takes about a microsecond and is needed at the item's end.
-        index = static_cast<int>(gridDim.x) + atomicAdd(params.next_item, 1);
+        index = static_cast<int>(gridDim.x);
+        if (index < params.order.num_items) index += atomicAdd(params.next_item, 1);
 
         shared.query_empty[slot.stage].wait(slot.parity ^ 1);
         shared.query_full[slot.stage].arrive_and_expect(kQueryBytes);

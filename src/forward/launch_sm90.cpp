@@ -49,12 +49,12 @@ Launcher* launcher_of(const Problem& problem, bool record) {
 }
 
 struct Workspace {
-  int* next_item;
+  int* next_item;        // none where every block takes at most one item
   uint32_t* row_masses;  // [multiprocessors][2][consumers][Tn][32], see tile_stats_sm90.cuh
 
   Workspace(Carver& carver, const Problem& problem, const ForwardConfig& config, bool record,
             int num_multiprocessors) {
-    next_item = carver.take<int>(1);
+    next_item = carver.take<int>(num_items(problem, config) > num_multiprocessors ? 1 : 0);
     const int64_t tiles = int64_t{num_multiprocessors} * kQuerySlots * config.num_consumers *
                           num_key_tiles(problem.key_length);
     row_masses = carver.take<uint32_t>(record ? tiles * kMassWords : 0);
@@ -102,7 +102,7 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args) {
 
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
   Carver counter(nullptr);
-  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int num_multiprocessors = current_gpu().num_multiprocessors;
   Workspace(counter, problem, config_of(problem, num_multiprocessors), record_tile_stats,
             num_multiprocessors);
   return counter.bytes();
@@ -111,13 +111,12 @@ size_t workspace_bytes(const Problem& problem, bool record_tile_stats) {
 void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution) {
   if (is_empty(problem)) return;
   const bool record = args.tile_stats != nullptr;
-  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const ForwardConfig config = config_of(problem, num_multiprocessors);
-  const int l2_bytes = device_attribute(cudaDevAttrL2CacheSize);
+  const GpuProperties& gpu = current_gpu();
+  const ForwardConfig config = config_of(problem, gpu.num_multiprocessors);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
 
   Carver carver(execution.workspace);
-  const Workspace workspace(carver, problem, config, record, num_multiprocessors);
+  const Workspace workspace(carver, problem, config, record, gpu.num_multiprocessors);
 
   ForwardParams params{};
   const auto query_layout =
@@ -143,7 +142,7 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.order.short_blocks = num_short_blocks(params.mask, config.block_rows());
   params.order.num_heads = static_cast<int>(problem.num_query_heads);
   params.order.num_batch_heads = static_cast<int>(problem.batch * problem.num_query_heads);
-  params.order.group_heads = heads_in_group(problem, config, l2_bytes);
+  params.order.group_heads = heads_in_group(problem, config, gpu.l2_bytes);
   params.order.last_rows_first = params.mask.right < problem.query_length;
   params.next_item = workspace.next_item;
   params.heads_per_key_head = static_cast<int>(problem.num_query_heads / problem.num_key_heads);
@@ -159,7 +158,7 @@ void forward(const Problem& problem, const ForwardArgs& args, const Execution& e
   params.num_query_tiles = static_cast<int>(num_query_tiles(problem.query_length));
   params.num_key_tiles = static_cast<int>(num_key_tiles(problem.key_length));
 
-  const int num_blocks = std::min(num_multiprocessors, params.order.num_items);
+  const int num_blocks = std::min(gpu.num_multiprocessors, params.order.num_items);
   check_cuda(launcher_of(problem, record)(params, num_blocks, stream),
              "the Hopper forward's launch");
 }

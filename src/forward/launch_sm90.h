@@ -15,11 +15,13 @@ std::string why_not_supported(const Problem& problem);
 // A copy with touching elements is always taken.
 std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
 
-// 64 bytes; with statistics and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 512 bytes
-// more (768 at head dim 64, unless items are so few that it is worked off in blocks of 128 rows).
+// 64 bytes, or none if there are at most as many blocks of rows as multiprocessors; with statistics
+// and Tn key tiles, on a GPU of M multiprocessors, M * Tn * 512 bytes more (768 at head dim 64,
+// unless items are so few that it is worked off in blocks of 128 rows).
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
 
-// Launches on the stream of `execution`: a kernel of one thread and one of all.
+// Launches on the stream of `execution`: a kernel of one thread, if there is a counter to clear, and
+// one of all.
 void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution);
 
 }  // namespace backlite::forward_sm90

@@ -16,7 +16,7 @@ struct ForwardParams {
   CUtensorMap value;
   CUtensorMap out;  // as query
   WorkOrder order;
-  int* next_item;  // zero at the start: how many items beyond the first round are taken
+  int* next_item;  // zero at the start: how many items beyond the first round are taken, if any are
   Mask mask;
   int heads_per_key_head;
   float scale_log2;      // > 0; |scale| * log2(e)

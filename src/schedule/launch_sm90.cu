@@ -25,18 +25,17 @@ int64_t key_heads_in_group(const Problem& problem, int num_blocks) {
   const int64_t group = problem.num_query_heads / problem.num_key_heads;
   const int64_t head_bytes =
       std::max<int64_t>(group * problem.query_length * problem.head_dim * kBytes, 1);
-  return std::clamp<int64_t>(device_attribute(cudaDevAttrL2CacheSize) / kPartOfL2 / head_bytes, 1,
-                             key_heads);
+  return std::clamp<int64_t>(current_gpu().l2_bytes / kPartOfL2 / head_bytes, 1, key_heads);
 }
 
 }  // namespace
 
 size_t schedule_bytes(const Problem& problem) {
-  return ScheduleLayout(problem, device_attribute(cudaDevAttrMultiProcessorCount), nullptr).bytes;
+  return ScheduleLayout(problem, current_gpu().num_multiprocessors, nullptr).bytes;
 }
 
 void schedule(const Problem& problem, const ScheduleArgs& args, const Execution& execution) {
-  const int num_blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int num_blocks = current_gpu().num_multiprocessors;
   const ScheduleLayout layout(problem, num_blocks, args.schedule);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   if (layout.num_columns == 0) {
