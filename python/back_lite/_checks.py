@@ -25,8 +25,12 @@ _NOT_DETERMINISTIC = (
 _WIDEST_WINDOW = 2**40
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.Size, torch.Size]:
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, are_plain: bool = False
+) -> tuple[torch.Size, torch.Size]:
     """Check query ``(B, Sq, H, D)`` and key and value ``(B, Sk, Hk, D)`` against each other.
+
+    ``are_plain`` tells that all three are known to be dense tensors.
 
     Returns:
         query's and key's shape.
@@ -38,7 +42,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.Size,
             does not serve.
     """
     # One pass without words; which of the conditions failed is looked up afterwards.
-    if (
+    if are_plain or (
         isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
@@ -60,7 +64,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.Size,
             and key.dtype == dtype
             and value.dtype == dtype
             and ((query.is_cpu and key.is_cpu and value.is_cpu) or _suit_cuda(query, key, value))
-            and query.layout == key.layout == value.layout == torch.strided
+            and (are_plain or query.layout == key.layout == value.layout == torch.strided)
         ):
             return shape, key_shape
     raise _refusal(query, key, value)

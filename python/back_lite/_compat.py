@@ -90,7 +90,12 @@ _apply_attention: Callable[..., Any] = _Attention.apply
 _apply_backward: Callable[..., Any] = _Backward.apply
 
 
-def _call_attention(needs_grad: bool, *arguments: Any) -> Sequence[Tensor]:
+def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return False: there is one way here."""
+    return False
+
+
+def _call_attention(is_direct: bool, needs_grad: bool, *arguments: Any) -> Sequence[Tensor]:
     return cast(tuple[Tensor, ...], _apply_attention(*arguments))
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING or hasattr(torch.library, "register_fake"):
         call_backward,
         call_select,
         is_compiling,
+        is_direct,
     )
 else:
     from ._compat import (
@@ -21,6 +22,7 @@ else:
         call_backward,
         call_select,
         is_compiling,
+        is_direct,
     )
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "has_numbers",
     "hides_gradients",
     "is_compiling",
+    "is_direct",
     "is_readable",
 ]
 

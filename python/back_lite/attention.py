@@ -27,8 +27,10 @@ def _attend(
     causal: bool,
     window_size: Sequence[int],
     deterministic: bool | None,
-) -> tuple[Tensor, Tensor, _Call]:
+) -> tuple[Tensor, Tensor, _Call | None]:
     """Check, cast, choose what to record, run; return out, lse and what tells the density.
+
+    (None where it cannot be read.)
 
     ``negl_prob`` is in fixed point; None is exact. ``num_thresholds`` is how many it holds, 1 if
     that is left to the library to find out.
@@ -37,7 +39,8 @@ def _attend(
     dtype = _dispatch.autocast_dtype(device_type)
     if dtype is not None:
         query, key, value = (_autocast(x, device_type, dtype) for x in (query, key, value))
-    shape, key_shape = _checks.check_inputs(query, key, value)
+    is_direct = _dispatch.is_direct(query, key, value)
+    shape, key_shape = _checks.check_inputs(query, key, value, are_plain=is_direct)
     scale, window = _checks.check_options(scale, causal, window_size, deterministic)
     if num_thresholds != 1 and num_thresholds != shape[2]:
         raise _thresholds.wrong_count(num_thresholds, shape[2])
@@ -52,7 +55,7 @@ def _attend(
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
-        or _dispatch.hides_gradients()
+        or (not is_direct and _dispatch.hides_gradients())
     )
     if not needs_grad:
         negl_prob = None
@@ -61,7 +64,7 @@ def _attend(
     verbose = _verbose.is_on(query)
     record = tile_stats is not None or (verbose and negl_prob is not None)
     outputs = _dispatch.call_attention(
-        needs_grad, query, key, value, negl_prob, scale, causal, *window, record
+        is_direct, needs_grad, query, key, value, negl_prob, scale, causal, *window, record
     )
     if tile_stats is not None:
         tile_stats.copy_(outputs[-1])
@@ -69,7 +72,9 @@ def _attend(
     if verbose:
         recorded = outputs[-1] if record else None
         _verbose.log_call(query, key, causal, window, recorded, tile_bits)
-    return outputs[0], outputs[1], (tile_bits, shape, key_shape, causal, window)
+    is_readable = is_direct or (not _dispatch.is_compiling() and _dispatch.is_readable(query))
+    call = (tile_bits, shape, key_shape, causal, window) if is_readable else None
+    return outputs[0], outputs[1], call
 
 
 def _autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
@@ -374,7 +379,7 @@ class BackLite(nn.Module):
             self.deterministic,
         )
         if not is_compiling:  # torch.utils.checkpoint refuses to compile a mutation
-            self._last_call.kept = call if _dispatch.is_readable(query) else None
+            self._last_call.kept = call
         return (out, lse) if return_softmax_lse else out
 
     def extra_repr(self) -> str:

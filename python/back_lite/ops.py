@@ -54,7 +54,8 @@ def forward(
         TypeError, ValueError: an argument is not one of those above.
         NotImplementedError: there is no backend for the tensors' device, or it does not serve them.
     """
-    _checks.check_inputs(query, key, value)
+    is_direct = _dispatch.is_direct(query, key, value)
+    _checks.check_inputs(query, key, value, are_plain=is_direct)
     _checks.check_flag("causal", causal)
     _checks.check_flag("record", record)
     left, right = _checks.check_window(window_size)
@@ -65,7 +66,7 @@ def forward(
     if needs_grad and query.is_cuda:
         _checks.check_deterministic(None, may_warn=not _dispatch.is_compiling())
     out, lse, *tile_stats = _dispatch.call_attention(
-        needs_grad, query, key, value, None, scale, causal, left, right, record
+        is_direct, needs_grad, query, key, value, None, scale, causal, left, right, record
     )
     return out, lse, tile_stats[0] if record else None
 
