@@ -115,8 +115,8 @@ struct ForwardArgs {
   ConstTensor key;              // [B, Sk, Hk, D]
   ConstTensor value;            // [B, Sk, Hk, D]
   Tensor out;                   // [B, Sq, H, D]; 0 for a row that sees no key
-  void* lse = nullptr;          // [B, H, Sq] contiguous float32 (float64 if dtype is); natural log,
-                                // -inf for a row that sees no key
+  void* lse = nullptr;          // [B, H, Sq] contiguous float32 (float64 if dtype is), or nullptr:
+                                // not wanted. Natural log, -inf for a row that sees no key
   float* tile_stats = nullptr;  // [B, H, Tm, Tn] contiguous, or nullptr: record nothing. Mean over
                                 // the tile's rows that see a key of the row's probability in it
 };

@@ -89,7 +89,7 @@ void run_select(const backlite::Problem& problem, const float* tile_stats, const
 // ---- Exported functions -----------------------------------------------------------------------
 
 // The forward and, where tile_bits is given, the selection.
-void forward(TensorView query, TensorView key, TensorView value, TensorView out, TensorView lse,
+void forward(TensorView query, TensorView key, TensorView value, TensorView out, OptionalView lse,
              OptionalView tile_stats, OptionalView negl_prob, OptionalView tile_bits,
              OptionalView scratch_tensor, ffi::Optional<double> scale, bool causal,
              int64_t window_left, int64_t window_right, int64_t num_threads) {
@@ -112,7 +112,7 @@ void forward(TensorView query, TensorView key, TensorView value, TensorView out,
         .key = view_of<ConstTensor>(key, "key", query, p.key_length, p.num_key_heads),
         .value = view_of<ConstTensor>(value, "value", query, p.key_length, p.num_key_heads),
         .out = view_of<backlite::Tensor>(out, "out", query, p.query_length, p.num_query_heads),
-        .lse = data_of<void>(lse),
+        .lse = data_or_null<void>(lse),
         .tile_stats = stats};
     backlite::forward(p, args, execution_on(query, scratch, bytes.forward, num_threads));
     if (selects) {

@@ -245,6 +245,11 @@ class Block {
     // In double: Eigen's float log is off by up to 2 units in the last place.
     const auto exact_lse = row_max.template cast<double>() + row_sum.template cast<double>().log();
     lse(rows_) = has_keys.select(exact_lse.template cast<Compute>(), kMinusInf);
+    if (args_.lse != nullptr) {
+      Vector<Compute>(
+          static_cast<Compute*>(args_.lse) + head_idx_ * problem_.query_length + rows_.begin,
+          rows_.size()) = lse(rows_);
+    }
     inverse_sum = has_keys.select(row_sum.inverse(), Compute{0});
     out_.array().rowwise() *= inverse_sum.transpose();
     for (int64_t m = tiles_.begin; m < tiles_.end; ++m) {
@@ -274,10 +279,8 @@ class Block {
     }
   }
 
-  Vector<Compute> lse(Range rows) const {
-    return {static_cast<Compute*>(args_.lse) + head_idx_ * problem_.query_length + rows.begin,
-            rows.size()};
-  }
+  // From store() on, in place of the maxima.
+  Vector<Compute> lse(Range rows) const { return row_vector(scratch_.row_max, rows); }
 
   const Problem& problem_;
   const ForwardArgs& args_;

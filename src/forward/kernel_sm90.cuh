@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           const int row_in_tile = sm90::fragment_row(thread, 2 * (lane % 2));
           const int row = row_begin + row_in_tile;
           const bool exists = row < params.mask.query_length;
-          if (exists) {
+          if (exists && params.lse != nullptr) {
             const WorkItem item = shared.item[slot.stage];
             const int64_t batch_head =
                 static_cast<int64_t>(item.batch) * params.order.num_heads + item.head;

@@ -21,7 +21,7 @@ struct ForwardParams {
   int heads_per_key_head;
   float scale_log2;      // > 0; |scale| * log2(e)
   float score_sign;      // 1, or -1 if scale is negative: then every tile counts as masked
-  float* lse;            // [B, H, Sq]
+  float* lse;            // [B, H, Sq], or nullptr
   float* tile_stats;     // [B, H, Tm, Tn], or nullptr without statistics
   uint32_t* row_masses;  // [grid][2][consumers][Tn][32]: see tile_stats_sm90.cuh
   int block_rows;        // query rows of an item: which of the compiled forms

@@ -78,6 +78,17 @@ BOOST_DATA_TEST_CASE(recording_changes_nothing_else, boost::unit_test::data::mak
   BOOST_TEST(same_bytes(with.lse, without.lse));
 }
 
+BOOST_DATA_TEST_CASE(lse_may_be_left_out, boost::unit_test::data::make(all_cases()), test_case) {
+  Stages with(test_case), without(test_case);
+  with.run_forward();
+  ForwardArgs args = without.forward_args(true);
+  args.lse = nullptr;
+  const Workspace workspace(forward_workspace_bytes(without.problem, true, 2), {});
+  backlite::forward(without.problem, args, workspace.execution());
+  BOOST_TEST(same_bytes(with.out, without.out));
+  BOOST_TEST(with.tile_stats == without.tile_stats);
+}
+
 // The sum over a row of tiles is 1, or 0 if no row of the tile sees a key.
 BOOST_AUTO_TEST_CASE(statistics_of_a_row_of_tiles_add_up) {
   Stages stages({.query_length = 400, .key_length = 190, .causal = true});

@@ -119,7 +119,6 @@ std::vector<Refusal> forward_refusals() {
       {"key.data = nullptr", "needed", [](Call& c) { c.forward.key.data = nullptr; }},
       {"value.data = nullptr", "needed", [](Call& c) { c.forward.value.data = nullptr; }},
       {"out.data = nullptr", "needed", [](Call& c) { c.forward.out.data = nullptr; }},
-      {"lse = nullptr", "needed", [](Call& c) { c.forward.lse = nullptr; }},
       {"query.length_stride = 31", "at least head_dim = 32",
        [](Call& c) { c.forward.query.length_stride = 31; }},
       {"key.length_stride = -1", "at least head_dim = 32",
