@@ -49,38 +49,52 @@ def check_inputs(
         and not (query.is_nested or key.is_nested or value.is_nested)
     ):
         shape, key_shape, dtype = query.shape, key.shape, query.dtype
-        if (
-            len(shape) == 4
-            and len(key_shape) == 4
-            and key_shape == value.shape
-            and shape[0] == key_shape[0]
-            and shape[3] == key_shape[3]
-            and key_shape[2] > 0
-            and shape[2] > 0
-            and shape[2] % key_shape[2] == 0
-            and _MIN_HEAD_DIM <= shape[3] <= _MAX_HEAD_DIM
-            and shape[3] % _HEAD_DIM_STEP == 0
-            and dtype in _DTYPES
-            and key.dtype == dtype
-            and value.dtype == dtype
-            and ((query.is_cpu and key.is_cpu and value.is_cpu) or _suit_cuda(query, key, value))
-            and (are_plain or query.layout == key.layout == value.layout == torch.strided)
-        ):
-            return shape, key_shape
+        if len(shape) == 4 and len(key_shape) == 4 and key_shape == value.shape:
+            batch, _, heads, head_dim = shape
+            key_batch, _, key_heads, key_head_dim = key_shape
+            if (
+                batch == key_batch
+                and head_dim == key_head_dim
+                and key_heads > 0
+                and heads > 0
+                and heads % key_heads == 0
+                and key.dtype == dtype
+                and value.dtype == dtype
+                and (
+                    _suit_cuda(dtype, head_dim, query, key, value)
+                    if query.is_cuda
+                    else _suit_cpu(dtype, head_dim, query, key, value)
+                )
+                and (are_plain or query.layout == key.layout == value.layout == torch.strided)
+            ):
+                return shape, key_shape
     raise _refusal(query, key, value)
 
 
-def _suit_cuda(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether all are on one GPU, of a dtype and head_dim that the CUDA backend serves.
+def _suit_cpu(dtype: torch.dtype, head_dim: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether all are on the CPU, of a dtype and head_dim that the CPU backend serves."""
+    return (
+        query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and dtype in _DTYPES
+        and _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM
+        and head_dim % _HEAD_DIM_STEP == 0
+    )
+
+
+def _suit_cuda(
+    dtype: torch.dtype, head_dim: int, query: Tensor, key: Tensor, value: Tensor
+) -> bool:
+    """Tell whether all are on query's GPU, of a dtype and head_dim that the CUDA backend serves.
 
     Which GPU it is, the library checks.
     """
     return (
         has_cuda
-        and query.is_cuda
+        and head_dim in _CUDA_HEAD_DIMS
+        and dtype in _CUDA_DTYPES
         and query.device == key.device == value.device
-        and query.dtype in _CUDA_DTYPES
-        and query.shape[3] in _CUDA_HEAD_DIMS
     )
 
 
@@ -173,7 +187,9 @@ def check_window(window_size: Sequence[int]) -> tuple[int, int]:
                     f"window_size = {tuple(window_size)}: accepted are a pair of ints "
                     "(left, right), each from 0, or -1 for unlimited"
                 )
-            return min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+            if left > _WIDEST_WINDOW or right > _WIDEST_WINDOW:
+                left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
+            return left, right
     raise TypeError(f"window_size = {window_size!r}: accepted is a pair of ints (left, right)")
 
 

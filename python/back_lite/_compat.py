@@ -95,7 +95,9 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return False
 
 
-def _call_attention(is_direct: bool, needs_grad: bool, *arguments: Any) -> Sequence[Tensor]:
+def _call_attention(
+    is_direct: bool, needs_grad: bool, wants_lse: bool, *arguments: Any
+) -> Sequence[Tensor]:
     return cast(tuple[Tensor, ...], _apply_attention(*arguments))
 
 

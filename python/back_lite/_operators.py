@@ -278,12 +278,13 @@ _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
 
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether a call is eager, on plain tensors, and may do without the dispatcher."""
+    """Tell whether an eager call is on plain tensors, and may do without the dispatcher."""
     return (
-        not is_compiling()
-        and is_plain(query)
-        and is_plain(key)
-        and is_plain(value)
+        # is_plain of each, in one go
+        type(query) is type(key) is type(value) is Tensor
+        and _dispatch_keys(query) in _PLAIN_KEYSETS
+        and _dispatch_keys(key) in _PLAIN_KEYSETS
+        and _dispatch_keys(value) in _PLAIN_KEYSETS
         and not _is_watched()
     )
 
@@ -291,6 +292,7 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def call_attention(
     is_direct: bool,
     needs_grad: bool,
+    wants_lse: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -304,16 +306,29 @@ def call_attention(
     """Do what the operator does, without the dispatcher where that makes no difference: 4 us less.
 
     ``is_direct`` is that of the three tensors; ``needs_grad`` tells whether gradients are on and
-    one of the three needs one.
+    one of the three needs one. Without ``wants_lse`` the LSE may be missing, if out is alone.
     """
     outputs: Sequence[Tensor]  # not a cast of the results: torch 2.4 does not compile one
-    options = (negl_prob, scale, causal, window_left, window_right, record)
     if not is_direct or (negl_prob is not None and not is_plain(negl_prob)):
-        outputs = attention(query, key, value, *options)
+        outputs = attention(
+            query, key, value, negl_prob, scale, causal, window_left, window_right, record
+        )
     elif needs_grad:
+        options = (negl_prob, scale, causal, window_left, window_right, record)
         outputs = _apply_attention(query, key, value, None, options)
     else:
-        outputs = _kernels.attention(query, key, value, *options)
+        outputs = _kernels.attention(
+            query,
+            key,
+            value,
+            negl_prob,
+            scale,
+            causal,
+            window_left,
+            window_right,
+            record,
+            wants_lse,
+        )
     return outputs
 
 

@@ -22,8 +22,8 @@ _OFF = (None, b"", b"0", "", "0")
 
 
 def is_on(query: Tensor) -> bool:
-    """Tell whether to log this call; never while it is compiled or a CUDA graph is captured."""
-    if _dispatch.is_compiling() or _environment.get(_NAME) in _OFF:
+    """Tell whether to log this eager call; never while a CUDA graph is captured."""
+    if _environment.get(_NAME) in _OFF:
         return False
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 

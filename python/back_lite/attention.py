@@ -23,12 +23,14 @@ def _attend(
     negl_prob: Tensor | None,
     num_thresholds: int,
     scale: float | None,
+    return_softmax_lse: bool,
     tile_stats: Tensor | None,
     causal: bool,
     window_size: Sequence[int],
     deterministic: bool | None,
-) -> tuple[Tensor, Tensor, _Call | None]:
-    """Check, cast, choose what to record, run; return out, lse and what tells the density.
+    is_eager: bool,
+) -> tuple[Tensor | tuple[Tensor, Tensor], _Call | None]:
+    """Check, cast, choose what to record, run; return the result and what tells the density.
 
     (None where it cannot be read.)
 
@@ -39,7 +41,7 @@ def _attend(
     dtype = _dispatch.autocast_dtype(device_type)
     if dtype is not None:
         query, key, value = (_autocast(x, device_type, dtype) for x in (query, key, value))
-    is_direct = _dispatch.is_direct(query, key, value)
+    is_direct = is_eager and _dispatch.is_direct(query, key, value)
     shape, key_shape = _checks.check_inputs(query, key, value, are_plain=is_direct)
     scale, window = _checks.check_options(scale, causal, window_size, deterministic)
     if num_thresholds != 1 and num_thresholds != shape[2]:
@@ -60,11 +62,22 @@ def _attend(
     if not needs_grad:
         negl_prob = None
     elif device_type == "cuda":
-        _checks.check_deterministic(deterministic, may_warn=not _dispatch.is_compiling())
-    verbose = _verbose.is_on(query)
+        _checks.check_deterministic(deterministic, may_warn=is_eager)
+    verbose = is_eager and _verbose.is_on(query)
     record = tile_stats is not None or (verbose and negl_prob is not None)
     outputs = _dispatch.call_attention(
-        is_direct, needs_grad, query, key, value, negl_prob, scale, causal, *window, record
+        is_direct,
+        needs_grad,
+        return_softmax_lse,
+        query,
+        key,
+        value,
+        negl_prob,
+        scale,
+        causal,
+        window[0],
+        window[1],
+        record,
     )
     if tile_stats is not None:
         tile_stats.copy_(outputs[-1])
@@ -72,9 +85,9 @@ def _attend(
     if verbose:
         recorded = outputs[-1] if record else None
         _verbose.log_call(query, key, causal, window, recorded, tile_bits)
-    is_readable = is_direct or (not _dispatch.is_compiling() and _dispatch.is_readable(query))
+    is_readable = is_direct or (is_eager and _dispatch.is_readable(query))
     call = (tile_bits, shape, key_shape, causal, window) if is_readable else None
-    return outputs[0], outputs[1], call
+    return (outputs[0], outputs[1]) if return_softmax_lse else outputs[0], call
 
 
 def _autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
@@ -202,19 +215,21 @@ def attention(
         num_thresholds = _thresholds.count(thresholds)
         if _thresholds.skips(thresholds):
             fixed = _thresholds.fixed_point(thresholds, device)
-    out, lse, _ = _attend(
+    result, _ = _attend(
         query,
         key,
         value,
         fixed,
         num_thresholds,
         scale,
+        return_softmax_lse,
         tile_stats,
         causal,
         window_size,
         deterministic,
+        not _dispatch.is_compiling(),
     )
-    return (out, lse) if return_softmax_lse else out
+    return result
 
 
 class _LastCall:
@@ -358,29 +373,31 @@ class BackLite(nn.Module):
         """Compute attention; see :func:`back_lite.attention` for arguments, results and errors."""
         if return_softmax_lse is not True and return_softmax_lse is not False:
             _checks.check_flag("return_softmax_lse", return_softmax_lse)
-        is_compiling = _dispatch.is_compiling()
-        if is_compiling:
-            # The count is not a constant of compiled code; there the library compares.
-            thresholds, count = self._table_for(query) if self._skips else None, 1
-        else:
+        is_eager = not _dispatch.is_compiling()
+        if is_eager:
             thresholds, count = self._host_thresholds
             if thresholds is not None and not (isinstance(query, Tensor) and query.is_cpu):
                 thresholds = self._table_for(query)
-        out, lse, call = _attend(
+        else:
+            # The count is not a constant of compiled code; there the library compares.
+            thresholds, count = self._table_for(query) if self._skips else None, 1
+        result, call = _attend(
             query,
             key,
             value,
             thresholds,
             count,
             scale,
+            return_softmax_lse,
             tile_stats,
             causal,
             window_size,
             self.deterministic,
+            is_eager,
         )
-        if not is_compiling:  # torch.utils.checkpoint refuses to compile a mutation
+        if is_eager:  # torch.utils.checkpoint refuses to compile a mutation
             self._last_call.kept = call
-        return (out, lse) if return_softmax_lse else out
+        return result
 
     def extra_repr(self) -> str:
         """Describe the options, for ``repr``."""

@@ -54,7 +54,8 @@ def forward(
         TypeError, ValueError: an argument is not one of those above.
         NotImplementedError: there is no backend for the tensors' device, or it does not serve them.
     """
-    is_direct = _dispatch.is_direct(query, key, value)
+    is_eager = not _dispatch.is_compiling()
+    is_direct = is_eager and _dispatch.is_direct(query, key, value)
     _checks.check_inputs(query, key, value, are_plain=is_direct)
     _checks.check_flag("causal", causal)
     _checks.check_flag("record", record)
@@ -64,9 +65,9 @@ def forward(
         query.requires_grad or key.requires_grad or value.requires_grad
     )
     if needs_grad and query.is_cuda:
-        _checks.check_deterministic(None, may_warn=not _dispatch.is_compiling())
+        _checks.check_deterministic(None, may_warn=is_eager)
     out, lse, *tile_stats = _dispatch.call_attention(
-        is_direct, needs_grad, query, key, value, None, scale, causal, left, right, record
+        is_direct, needs_grad, True, query, key, value, None, scale, causal, left, right, record
     )
     return out, lse, tile_stats[0] if record else None
 

@@ -28,7 +28,7 @@ void check_gpu() {
     throw NotSupported(std::string("device = cuda: no GPU can be used (") +
                        cudaGetErrorString(error) + "); accepted is cpu");
   }
-  const GpuProperties& gpu = current_gpu();
+  const GpuProperties& gpu = gpu_properties(device);
   if (gpu.major != 9) {
     throw NotSupported("device = cuda: compute capability " + std::to_string(gpu.major) + "." +
                        std::to_string(gpu.minor) + "; accepted are 9.0 (H100, H200), and cpu");

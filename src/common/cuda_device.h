@@ -37,14 +37,17 @@ struct GpuProperties {
   }
 };
 
-// Of the current device. A call asks several times, and a thread that stays on one GPU asks the
-// runtime once.
-inline const GpuProperties& current_gpu() {
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+// A call asks several times, and a thread that stays on one GPU asks the runtime once.
+inline const GpuProperties& gpu_properties(int device) {
   thread_local GpuProperties known;
   if (known.device != device) known = GpuProperties::of(device);
   return known;
+}
+
+inline const GpuProperties& current_gpu() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return gpu_properties(device);
 }
 
 }  // namespace backlite

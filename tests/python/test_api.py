@@ -52,6 +52,20 @@ def test_options_after_the_first_are_keyword_only() -> None:
     assert keyword_only(BackLite) == {"deterministic"}
 
 
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_out_alone_is_out_beside_the_lse(with_statistics: bool, device: str) -> None:
+    tensors = CASE.inputs(device)[:3]
+    shape = back_lite.tile_stats_shape(*tensors[:2])
+    runs = []
+    for options in ({}, {"return_softmax_lse": True}):
+        stats = torch.zeros(shape, device=device)
+        given = {"tile_stats": stats} if with_statistics else {}
+        runs.append((BackLite()(*tensors, causal=True, **given, **options), stats))
+    (alone, stats), ((beside, _), other_stats) = runs
+    assert torch.equal(alone, beside)
+    assert torch.equal(stats, other_stats)
+
+
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3, [0.0, 0.1, 0.2, 0.3]])
 def test_module_is_the_function(negl_prob: Any, device: str) -> None:
     leaves = leaves_of(CASE, device)
