@@ -34,7 +34,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _are_mappable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell of the usual case that no tensor needs _mappable: a third of its time."""
+    """Tell of the usual case that _mappable takes all three as they are; two thirds of its time."""
     return (
         query.is_contiguous()
         and key.is_contiguous()
@@ -50,6 +50,8 @@ def _mappable(tensor: Tensor) -> Tensor:
     dimension of size 1 means nothing.
     """
     if tensor.data_ptr() % 16 == 0:
+        if tensor.is_contiguous():
+            return tensor
         batch, length, heads, head_dim = tensor.shape
         batch_stride, length_stride, head_stride, last_stride = tensor.stride()
         if (
@@ -140,12 +142,12 @@ def attention(
             query, key, value = _mappable(query), _mappable(key), _mappable(value)
         if not _library_allocates:
             scratch = _scratch(_library.forward_scratch_bytes(query, key, selects, record), query)
+    lse: Tensor | None = None
     if wants_lse or selects or record:
         outputs = allocate_outputs(query, key, selects, record)
         lse = outputs[1]
     else:
         outputs = [_empty_like(query)]
-        lse = None
     _library.forward(
         query,
         key,

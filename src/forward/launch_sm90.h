@@ -20,8 +20,8 @@ std::string why_not_supported(const Problem& problem, const ForwardArgs& args);
 // unless items are so few that it is worked off in blocks of 128 rows).
 size_t workspace_bytes(const Problem& problem, bool record_tile_stats);
 
-// Launches on the stream of `execution`: a kernel of one thread, if there is a counter to clear, and
-// one of all.
+// Launches on the stream of `execution`: a kernel of one thread, if there is a counter to clear,
+// and one of all.
 void forward(const Problem& problem, const ForwardArgs& args, const Execution& execution);
 
 }  // namespace backlite::forward_sm90
