@@ -427,9 +427,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           issue_tile_scores();
           beside_scores();
         }
-        if constexpr (kRecord) {
-          row_masses = first_row_masses();
-        }
+        if constexpr (kRecord) row_masses = first_row_masses();
         softmax(seen.end - 1, std::true_type{});
         release_query();
 
@@ -460,9 +458,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         sm90::wgmma_fence();
         issue_tile_out(has_out);
         if (has_tail) sm90::named_barrier_arrive(next_turn, kTurnThreads);
-        if constexpr (kRecord) {
-          store_row_masses(row_masses, mass_pair, lane);
-        }
+        if constexpr (kRecord) store_row_masses(row_masses, mass_pair, lane);
         finish_rows();
         sm90::wgmma_wait<0>();
         sm90::pin(out);
