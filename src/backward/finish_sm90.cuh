@@ -132,6 +132,7 @@ __device__ __forceinline__ void finish_query_tiles(const RowsParams& params, int
     } else {
       if (lane == 0) head = sm90::wait_for_bits(params.heads.done + place, kListed) & ~kListed;
       head = sm90::warp_uniform(head);
+      __syncwarp();  // what lane 0 has acquired, all have: an exchange alone orders no memory
     }
     const int first = head * params.tiles_of_head + begin;
     const bool exists = lane < min(params.tiles_in_run, params.tiles_of_head - begin);
