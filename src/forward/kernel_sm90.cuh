@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
   constexpr int kKeys = kConfig.block_keys;
   constexpr int kConsumers = kConfig.num_consumers;
   constexpr int kConsumerWarps = kConsumers * 4;
+  constexpr bool kMasksByRow = kConfig.masks_by_row && !kRecord;
   constexpr int kColumnBlocks = kConfig.column_blocks();
   constexpr int kQueryBlockElements = sm90::kMmaRows * sm90::kBlockColumns;
   constexpr int kQueryBlockBytes = kQueryBlockElements * sizeof(Element);
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           }
           if (is_retry || is_masked) {
             const RowKeys keys = shared.keys[slot.stage].from(consumer * sm90::kMmaRows);
-            mask_scores<kKeys>(scores, keys, n * kKeys, params.score_sign, thread, is_half);
+            mask_scores<kMasksByRow>(scores, keys, n * kKeys, params.score_sign, thread, is_half);
           }
           if (kFirst || is_retry || !rows.has_begun) {
             raise_references<kFirst>(scores, rows, scale_log2, is_half);

@@ -46,14 +46,16 @@ struct Rows {
 // Entries that the mask hides become minus infinity. A thread's elements of a row are bits of a
 // word, cut at the row's two bounds: one select an element is left, on predicates that are set by
 // the eight, and only in those quarters of the tile where the warp needs it: none of the second
-// half, if that half is not used.
-template <int kKeys>
-__device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const RowKeys& keys,
+// half, if that half is not used. ptxas sets them by the eight (R2P) if selects are ordered by rows,
+// but it then needs all predicates, and works out anew at every tile what it had kept in them.
+template <bool kByRow, int kSize>
+__device__ __forceinline__ void mask_scores(float (&scores)[kSize], const RowKeys& keys,
                                             int key_begin, float sign, int thread, bool is_half) {
+  constexpr int kKeys = 2 * kSize;
   static_assert(kKeys == 128, "A thread's elements of a row are the bits of a word");
   if (sign < 0.0f) {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) scores[i] = -scores[i];
+    for (int i = 0; i < kSize; ++i) scores[i] = -scores[i];
   }
   const int first_column = key_begin + sm90::fragment_column(thread, 0);
   uint32_t visible[2];
@@ -74,11 +76,10 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeys / 2], const Ro
     const uint32_t bits = 0xffu << 8 * quarter;
     if ((seen_by_all & bits) == bits) continue;
 #pragma unroll
-    for (int i = 8 * quarter; i < 8 * quarter + 8; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if ((visible[half] & 1u << i) == 0) scores[4 * (i / 2) + 2 * half + i % 2] = kMinusInf;
-      }
+    for (int k = 0; k < 16; ++k) {
+      const int half = kByRow ? k / 8 : k % 2;
+      const int i = 8 * quarter + (kByRow ? k % 8 : k / 2);
+      if ((visible[half] & 1u << i) == 0) scores[4 * (i / 2) + 2 * half + i % 2] = kMinusInf;
     }
   }
 }
