@@ -162,7 +162,7 @@ struct RowTotals {
   // Natural logarithm of the row's sum of exponentials.
   __device__ __forceinline__ float lse() const {
     constexpr float kLn2 = 0.693147180559945f;
-    return reference != kMinusInf ? (reference + log2f(sum)) * kLn2 : kMinusInf;
+    return reference != kMinusInf ? (reference + sm90::log2_approx(sum)) * kLn2 : kMinusInf;
   }
 };
 
