@@ -20,6 +20,7 @@
 #include "backward/config_sm90.h"
 #include "backward/params_sm90.h"
 #include "backward/shared_sm90.cuh"
+#include "backward/store_rows_sm90.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/bulk.cuh"
 #include "sm90/layout.h"
@@ -29,13 +30,8 @@
 
 namespace backlite::backward_sm90 {
 
-// Numbers of the hardware's named barriers; 0 belongs to __syncthreads.
-enum NamedBarrier : int {
-  kBothConsumers = 1,
-  kOneConsumer = 2,  // + consumer
-  kNumNamedBarriers = kOneConsumer + kConsumers
-};
-static_assert(kNumNamedBarriers <= 16, "The hardware has 16");
+// The hardware's named barrier of both consumers; 0 belongs to __syncthreads.
+inline constexpr int kBothConsumers = 1;
 
 // Masks S^T of one tile, elements [kFirst, kFirst + 32) of the step's: rows are keys, columns
 // queries. `relative` is the key's position minus the query's (shifted to the mask's diagonal) for
@@ -124,8 +120,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   sm90::Ring<kItemSlots> slot;                      // of the item
   uint32_t value_parity = 0;
   uint32_t grad_query_parity = 1;
-  int buffer = 0;           // of dS
-  bool has_stored = false;  // dK and dV of the item before are on their way out
+  int buffer = 0;  // of dS
   int first_key = 0;
   int query_tiles[kTiles] = {};  // within the head, with kOnlyTile
   bool is_full = true;           // the step has kTiles tiles
@@ -195,13 +190,6 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
         probs[j] = sm90::pack<Element>(scores[2 * j], scores[2 * j + 1]);
       }
     }
-    if (has_stored) {
-      // dV of the item before leaves through dS's place, dK through that of its K.
-      if (thread == 0) sm90::tma_store_wait_read();
-      sm90::named_barrier_sync(kBothConsumers, kBothThreads);
-      if (lane == 0) shared.key_empty[slot.stage ^ 1].arrive();
-      has_stored = false;
-    }
     constexpr int kStepsOfTile = kQueries / kStep;
 #pragma unroll
     for (int k = 0; k < kRows / kStep; ++k) {
@@ -252,7 +240,8 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   const auto stage_rows = [&]<int kSize>(const float (&fragment)[kSize], float factor,
                                          const void* to, int first_column) {
     const uint32_t address = sm90::shared_address(to);
-    const int row = sm90::kWarpRows * warp + sm90::store_row(lane);
+    const int here = sm90::not_ahead(lane);
+    const int row = sm90::kWarpRows * warp + sm90::store_row(here);
 #pragma unroll
     for (int k = 0; k < kSize / 8; ++k) {
       uint32_t packed[4];
@@ -263,7 +252,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       }
       sm90::store_matrices(
           address + sm90::swizzled_offset(sm90::kMmaRows, row,
-                                          first_column + 16 * k + sm90::store_column(lane)),
+                                          first_column + 16 * k + sm90::store_column(here)),
           packed[0], packed[1], packed[2], packed[3]);
     }
   };
@@ -291,64 +280,52 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     if (lane == 0) shared.grad_query_full[place].arrive();
   };
 
-  // dK and dV of an item.
-  const auto store_item = [&] {
+  // dV (which = 0) or dK (1) of an item leaves, and is zero for the next one. Staged in the buffer
+  // of dS that is not in use: (7) of the step before, its last reader, is done on both sides of the
+  // barrier since, and the next to write to a warp's corner of it is that warp.
+  const auto store_gradient = [&](float (&gradient)[kD / 2], int which, int free_buffer) {
+    sm90::pin(gradient);
     const schedule_sm90::WorkItem& item = shared.item[slot.stage];
     if (item.part_slot >= 0) {
       constexpr int kFragment = sm90::kMmaRows * kD;
-      float* const parts =
+      float* const to =
           params.grad_parts +
-          (static_cast<int64_t>(item.part_slot) * 2 * kConsumers + consumer) * kFragment +
+          ((static_cast<int64_t>(item.part_slot) * 2 + which) * kConsumers + consumer) * kFragment +
           thread * 4;
-      const auto add = [&](const float (&fragment)[kD / 2], float* to) {
 #pragma unroll
-        for (int j = 0; j < kD / 8; ++j) {
-          sm90::add_float4(to + j * 4 * sm90::kWarpgroupThreads, fragment[4 * j],
-                           fragment[4 * j + 1], fragment[4 * j + 2], fragment[4 * j + 3]);
-        }
-      };
-      add(grad_value, parts);
-      add(grad_key, parts + kConsumers * kFragment);
-      __syncwarp();
-      if (lane == 0) shared.key_empty[slot.stage].arrive();
-      return;
-    }
-    // The staging is free once both consumers are done with (7).
-    sm90::named_barrier_sync(kBothConsumers, kBothThreads);
-    Element* const value_rows = shared.grad_value(consumer);
-    Element* const key_rows_out = shared.grad_key(slot.stage, consumer);
-    stage_rows(grad_value, 1.0f, value_rows, 0);
-    stage_rows(grad_key, params.grad_scale, key_rows_out, 0);
-    sm90::fence_async_proxy();
-    sm90::named_barrier_sync(kOneConsumer + consumer, sm90::kWarpgroupThreads);
-    if (thread == 0) {
-      constexpr int kRowsBlock = sm90::kMmaRows * sm90::kBlockColumns;
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const auto store = [&](const CUtensorMap& map, const Element* from) {
-          sm90::tma_store(map, from + b * kRowsBlock, b * sm90::kBlockColumns,
-                          first_key + consumer * sm90::kMmaRows, item.key_head, item.batch,
-                          sm90::evict_first());
-        };
-        store(params.grad_value, value_rows);
-        store(params.grad_key, key_rows_out);
+      for (int j = 0; j < kD / 8; ++j) {
+        sm90::add_float4(to + j * 4 * sm90::kWarpgroupThreads, gradient[4 * j], gradient[4 * j + 1],
+                         gradient[4 * j + 2], gradient[4 * j + 3]);
       }
-      sm90::tma_store_commit();
+    } else {
+      const int first_row =
+          item.key_tile * kKeys + consumer * sm90::kMmaRows + warp * sm90::kWarpRows;
+      const Strides& strides = which == 0 ? params.grad_value_strides : params.grad_key_strides;
+      Element* const to = static_cast<Element*>(which == 0 ? params.grad_value : params.grad_key) +
+                          item.batch * strides.batch + item.key_head * strides.head +
+                          first_row * strides.length;
+      store_rows<Element>(gradient, which == 0 ? 1.0f : params.grad_scale,
+                          sm90::shared_address(shared.grad_scores[free_buffer]) +
+                              consumer * sm90::kMmaRows * sm90::kSwizzleBytes,
+                          warp, lane, to, strides.length,
+                          static_cast<int>(params.mask.key_length) - first_row);
     }
-    has_stored = true;  // which keeps the item's slot
+#pragma unroll
+    for (float& x : gradient) x = 0.0f;
+    sm90::pin(gradient);
   };
 
+#pragma unroll
+  for (int i = 0; i < kD / 2; ++i) {
+    grad_key[i] = 0.0f;
+    grad_value[i] = 0.0f;
+  }
   for (;; slot.advance(), value_parity ^= 1) {
     shared.key_full[slot.stage].wait(slot.parity);
     const int num_live = shared.item[slot.stage].num_live;
     if (num_live == 0) break;
     first_key = shared.item[slot.stage].key_tile * kKeys;
     shared.value_full.wait(value_parity);
-#pragma unroll
-    for (int i = 0; i < kD / 2; ++i) {
-      grad_key[i] = 0.0f;
-      grad_value[i] = 0.0f;
-    }
 
 #pragma unroll 1
     for (int left = num_live; left > 0; left -= kTiles) {
@@ -374,6 +351,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       if (left <= kTiles && lane == 0) shared.value_empty.arrive();
       take_grad_scores();
       issue_gradients();
+      if (left <= kTiles) store_gradient(grad_value, 0, buffer ^ 1);  // beside (7) and (6)
 
       sm90::wgmma_wait<1>();
       sm90::pin(grad_query);
@@ -387,11 +365,10 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       stage.advance();
       buffer ^= 1;
     }
-    sm90::pin(grad_key);
-    sm90::pin(grad_value);
-    store_item();
+    store_gradient(grad_key, 1, buffer);
+    __syncwarp();
+    if (lane == 0) shared.key_empty[slot.stage].arrive();
   }
-  if (has_stored && thread == 0) sm90::tma_store_wait_read();
 }
 
 }  // namespace backlite::backward_sm90

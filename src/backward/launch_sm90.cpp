@@ -122,21 +122,23 @@ BackwardParams columns_params(const Problem& problem, const BackwardArgs& args,
     return tensor_map(layout_of(tensor, problem, problem.num_query_heads, problem.query_length),
                       problem, kQueries);
   };
-  const auto key_side = [&](const auto& tensor, int box_rows) {
+  const auto key_side = [&](const auto& tensor) {
     return tensor_map(layout_of(tensor, problem, problem.num_key_heads, problem.key_length),
-                      problem, box_rows);
+                      problem, kKeys);
   };
   params.query = query_side(args.query);
   params.grad_out = query_side(args.grad_out);
-  params.key = key_side(args.key, kKeys);
-  params.value = key_side(args.value, kKeys);
-  params.grad_key = key_side(args.grad_key, sm90::kMmaRows);
-  params.grad_value = key_side(args.grad_value, sm90::kMmaRows);
+  params.key = key_side(args.key);
+  params.value = key_side(args.value);
   params.grad_query_rows = query_side(args.grad_query);
   params.mask = Mask::of(problem);
   params.schedule = schedule.header;
   params.items = schedule.items;
   params.next_item = workspace.next_item;
+  params.grad_key = args.grad_key.data;
+  params.grad_value = args.grad_value.data;
+  params.grad_key_strides = strides_of(args.grad_key);
+  params.grad_value_strides = strides_of(args.grad_value);
   params.tile_bits = reinterpret_cast<const uint32_t*>(args.tile_bits);
   params.row_terms = workspace.row_terms;
   params.started = workspace.started;

@@ -48,17 +48,18 @@ struct BackwardParams {
   CUtensorMap grad_out;         // as query
   CUtensorMap key;              // (B, Hk, Sk, D), boxes of 128 rows
   CUtensorMap value;            // as key
-  CUtensorMap grad_key;         // (B, Hk, Sk, D), boxes of 64 rows
-  CUtensorMap grad_value;       // as grad_key
   CUtensorMap grad_query_rows;  // as query
   Mask mask;
   const schedule_sm90::Header* schedule;
   const schedule_sm90::WorkItem* items;  // [schedule->num_items]
   int* next_item;                        // zero at the start: items taken beyond the first round
-  const uint32_t* tile_bits;             // [B, H, Tn, W], nullptr if dense
-  const void* row_terms;                 // [B, H, Tm * 64, kRowTerms] of 16 bits
-  uint32_t* started;    // [B, H, Tm]: if first_stores, how many have come, kStored, kOnlyOne
-  float* grad_query;    // [B, H, Tm][D / 64][8][128][4]: dQ / scale by accumulator fragment
+  void* grad_key;                        // [B, Sk, Hk, D]
+  void* grad_value;
+  Strides grad_key_strides, grad_value_strides;
+  const uint32_t* tile_bits;  // [B, H, Tn, W], nullptr if dense
+  const void* row_terms;      // [B, H, Tm * 64, kRowTerms] of 16 bits
+  uint32_t* started;          // [B, H, Tm]: if first_stores, how many have come, kStored, kOnlyOne
+  float* grad_query;          // [B, H, Tm][D / 64][8][128][4]: dQ / scale by accumulator fragment
   float* grad_parts;    // [max_slots][dV, dK / scale][2][D / 8][128][4]: split columns, likewise
   Heads heads;          // how far each is
   int num_heads;        // B * Hk

@@ -87,16 +87,6 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   // What each consumer has of dQ, as it is in global memory: float32 by fragment, or, of the only
   // live tile of a query tile, rows in the caller's type.
   float grad_query[kConsumers][kQueries * kGradQueryColumns];
-
-  // After an item's last tile its K makes room for its dK on its way out, dS for its dV: each
-  // consumer's 64 rows.
-  __device__ __forceinline__ Element* grad_key(int slot, int consumer) {
-    return key[slot] + consumer * kTileElements;
-  }
-  __device__ __forceinline__ Element* grad_value(int consumer) {
-    static_assert(sizeof(grad_scores) >= kConsumers * kTileElements * sizeof(Element));
-    return grad_scores[0][0] + consumer * kTileElements;
-  }
 };
 
 }  // namespace backlite::backward_sm90

@@ -1,4 +1,5 @@
-// Copies of contiguous bytes between global and shared memory, and the transposed matrix store.
+// Copies of contiguous bytes between global and shared memory, 16 bytes of a lane, and the
+// transposed matrix store.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,16 @@ __device__ __forceinline__ void add_float4(float* global, float a, float b, floa
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
                "f"(c), "f"(d)
                : "memory");
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
+  uint4 chunk;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "r"(address)
+               : "memory");
+  return chunk;
 }
 
 // As store_matrices, each 8 x 8 matrix transposed. Lane l gives the address of row l % 8 of the

@@ -29,6 +29,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// The same number, said to change here: what is computed from it is computed when it is needed, not
+// before a loop and kept in registers.
+__device__ __forceinline__ int not_ahead(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Two floats rounded to 16 bits, the first in the low half.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
