@@ -59,6 +59,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   constexpr int kD = kConfig.head_dim;
   constexpr int kBlocks = kConfig.column_blocks();
   constexpr int kTiles = kConfig.tiles_at_once;
+  constexpr uint32_t kKeyStages = kConfig.key_stages;
   constexpr int kRows = kTiles * kQueries;  // of a step
   constexpr bool kSharesTiles = kConfig.shares_tiles();
   constexpr int kStep = sm90::kMmaDepth;
@@ -117,17 +118,18 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   const float masked = params.scale_log2 > 0.0f ? -INFINITY : INFINITY;
 
   sm90::Ring<kConfig.query_stages / kTiles> stage;  // of the step
-  sm90::Ring<kItemSlots> slot;                      // of the item
-  uint32_t value_parity = 0;
-  uint32_t grad_query_parity = 1;
-  int buffer = 0;  // of dS
+  uint32_t item_number = 0;                         // of this block
+  uint32_t grad_query_parities = 0;                 // a bit for each place
+  int buffer = 0;                                   // of dS
   int first_key = 0;
   int query_tiles[kTiles] = {};  // within the head, with kOnlyTile
   bool is_full = true;           // the step has kTiles tiles
 
+  const auto key_stage = [&] { return item_number % kKeyStages; };
+
   // (1)
   const auto issue_scores = [&] {
-    const uint32_t a = key_operand + slot.stage * kKeyStep;
+    const uint32_t a = key_operand + key_stage() * kKeyStep;
     const uint32_t b = query_operand + stage.stage * (kTiles * kStageStep);
     sm90::wgmma_fence();
 #pragma unroll
@@ -221,7 +223,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
       ProductQ::template with_shared_a<true>(
           grad_query,
           scores_operand + buffer * kTiles * kScoresStep + sm90::step_along_columns(kQueries, k),
-          key_rows + slot.stage * kKeyStep + sm90::step_along_rows(k), k > 0);
+          key_rows + key_stage() * kKeyStep + sm90::step_along_rows(k), k > 0);
     }
     sm90::wgmma_commit();
     sm90::wgmma_wait<1>();
@@ -259,16 +261,18 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
 
   // dQ to the thread that adds it (add_grad_query).
   const auto hand_over_grad_query = [&] {
-    const int place = kSharesTiles ? consumer : 0;
-    if (place > 0 && !is_full) return;
+    const int place = kSharesTiles ? consumer : stage.stage % kConfig.grad_query_places;
+    if (kSharesTiles && place > 0 && !is_full) return;
     const int query_tile = kSharesTiles && consumer > 0 ? query_tiles[kTiles - 1] : query_tiles[0];
-    shared.grad_query_empty[place].wait(grad_query_parity);
-    grad_query_parity ^= 1;
+    shared.grad_query_empty[place].wait(grad_query_parities >> place & 1);
+    grad_query_parities ^= 1u << place;
     if (kMeetsOnly && (query_tile & kOnlyTile) != 0) {
       stage_rows(grad_query, params.grad_scale, shared.grad_query[place],
                  kSharesTiles ? 0 : consumer * kGradQueryColumns);
     } else {
-      float* const staging = shared.grad_query[consumer] + thread * 4;
+      float* const staging = shared.grad_query[place] +
+                             (kSharesTiles ? 0 : consumer * kQueries * kGradQueryColumns) +
+                             thread * 4;
 #pragma unroll
       for (int j = 0; j < kGradQueryColumns / 8; ++j) {
         *reinterpret_cast<float4*>(staging + j * 4 * sm90::kWarpgroupThreads) = make_float4(
@@ -285,7 +289,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   // barrier since, and the next to write to a warp's corner of it is that warp.
   const auto store_gradient = [&](float (&gradient)[kD / 2], int which, int free_buffer) {
     sm90::pin(gradient);
-    const schedule_sm90::WorkItem& item = shared.item[slot.stage];
+    const schedule_sm90::WorkItem& item = shared.item[item_number % kItemSlots];
     if (item.part_slot >= 0) {
       constexpr int kFragment = sm90::kMmaRows * kD;
       float* const to =
@@ -320,12 +324,12 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     grad_key[i] = 0.0f;
     grad_value[i] = 0.0f;
   }
-  for (;; slot.advance(), value_parity ^= 1) {
-    shared.key_full[slot.stage].wait(slot.parity);
-    const int num_live = shared.item[slot.stage].num_live;
+  for (;; ++item_number) {
+    shared.key_full[key_stage()].wait(item_number / kKeyStages % 2);
+    const int num_live = shared.item[item_number % kItemSlots].num_live;
     if (num_live == 0) break;
-    first_key = shared.item[slot.stage].key_tile * kKeys;
-    shared.value_full.wait(value_parity);
+    first_key = shared.item[item_number % kItemSlots].key_tile * kKeys;
+    shared.value_full.wait(item_number % 2);
 
 #pragma unroll 1
     for (int left = num_live; left > 0; left -= kTiles) {
@@ -355,6 +359,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
 
       sm90::wgmma_wait<1>();
       sm90::pin(grad_query);
+      if (kKeyStages == 1 && left <= kTiles && lane == 0) shared.key_empty[key_stage()].arrive();
       hand_over_grad_query();  // beside (6)
       sm90::wgmma_wait<0>();
       __syncwarp();
@@ -367,7 +372,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     }
     store_gradient(grad_key, 1, buffer);
     __syncwarp();
-    if (lane == 0) shared.key_empty[slot.stage].arrive();
+    if (kKeyStages > 1 && lane == 0) shared.key_empty[key_stage()].arrive();
   }
 }
 

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::prefetch_tensor_map(params.query);
     sm90::prefetch_tensor_map(params.grad_out);
     constexpr int kConsumerWarps = 4 * kConsumers;
-    for (int i = 0; i < kItemSlots; ++i) {
+    for (int i = 0; i < kConfig.key_stages; ++i) {
       shared.key_full[i].init(1);
       shared.key_empty[i].init(kConsumerWarps);
     }
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.found_full[i].init(1);
       shared.found_empty[i].init(1);
     }
-    for (int i = 0; i < kConfig.tiles_at_once; ++i) {
+    for (int i = 0; i < kConfig.grad_query_places; ++i) {
       shared.grad_query_full[i].init(kConsumerWarps / kConfig.tiles_at_once);
       shared.grad_query_empty[i].init(1);
     }

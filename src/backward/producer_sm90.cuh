@@ -77,13 +77,13 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
   constexpr int kRowTermBytes = kQueries * kRowTerms * kElementBytes;
 
   sm90::Ring<kFoundSlots> found;
-  sm90::Ring<kItemSlots> slot;
+  constexpr uint32_t kKeyStages = kConfig.key_stages;
+  uint32_t item_number = 0;  // of this block
   sm90::Ring<kConfig.query_stages> stage;
   sm90::Ring<Shared::kReduceSlots> reduce;
   const uint64_t once = sm90::evict_first();
   int num_left = 0;  // tiles of the item
   bool needs_value = false;
-  uint32_t value_parity = 0;  // V has one stage: its parity flips with every item
   for (;; found.advance()) {
     shared.found_full[found.stage].wait(found.parity);
     const FoundTile tile = shared.found[found.stage];
@@ -106,21 +106,26 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
       }
     };
 
-    // In the order in which space becomes free: K's slot after the item before the last, Q and dO
-    // after a step of the last item, V during its last step.
-    if (tile.num_live > 0) {
-      shared.key_empty[slot.stage].wait(slot.parity ^ 1);
-      shared.item[slot.stage] = {.batch = tile.batch,
-                                 .key_head = key_head,
-                                 .key_tile = tile.key_tile,
-                                 .first_live = 0,
-                                 .num_live = tile.num_live,
-                                 .part_slot = tile.part_slot,
-                                 .reserved = {}};
-      sm90::Barrier& full = shared.key_full[slot.stage];
+    const auto load_key = [&] {
+      const uint32_t key_stage = item_number % kKeyStages;
+      shared.key_empty[key_stage].wait(item_number / kKeyStages % 2 ^ 1);
+      shared.item[item_number % kItemSlots] = {.batch = tile.batch,
+                                               .key_head = key_head,
+                                               .key_tile = tile.key_tile,
+                                               .first_live = 0,
+                                               .num_live = tile.num_live,
+                                               .part_slot = tile.part_slot,
+                                               .reserved = {}};
+      sm90::Barrier& full = shared.key_full[key_stage];
       full.arrive_and_expect(kKeyBytes);
-      load_key_side(shared.key[slot.stage], params.key, full);
-      slot.advance();
+      load_key_side(shared.key[key_stage], params.key, full);
+    };
+
+    // In the order in which space becomes free: K's second stage after the item before the last, Q
+    // and dO after a step of the last item, V during its last step, K's only stage when that has
+    // its dQ.
+    if (tile.num_live > 0) {
+      if constexpr (kKeyStages > 1) load_key();
       num_left = tile.num_live;
       needs_value = true;
     }
@@ -141,11 +146,12 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
     };
     constexpr int kTiles = kConfig.tiles_at_once;
     shared.tile_empty[stage.stage].wait(stage.parity ^ 1);
-    shared.reduce_tile[reduce.stage] = {.batch = tile.batch,
-                                        .head = tile.head,
-                                        .query_tile = tile.query_tile,
-                                        .is_only = static_cast<int16_t>(tile.is_only),
-                                        .place = static_cast<int16_t>(stage.stage % kTiles)};
+    shared.reduce_tile[reduce.stage] = {
+        .batch = tile.batch,
+        .head = tile.head,
+        .query_tile = tile.query_tile,
+        .is_only = static_cast<int16_t>(tile.is_only),
+        .place = static_cast<int16_t>(stage.stage % kConfig.grad_query_places)};
     shared.reduce_ready[reduce.stage].arrive();
     reduce.advance();
     load_tile();
@@ -161,15 +167,17 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
 
     if (needs_value && stage.stage % kTiles == 0) {  // K, Q and dO are on their way
       needs_value = false;
-      shared.value_empty.wait(value_parity ^ 1);
+      shared.value_empty.wait(item_number % 2 ^ 1);
       shared.value_full.arrive_and_expect(kKeyBytes);
       load_key_side(shared.value, params.value, shared.value_full);
-      value_parity ^= 1;
+      if constexpr (kKeyStages == 1) load_key();
+      ++item_number;
     }
   }
-  shared.key_empty[slot.stage].wait(slot.parity ^ 1);
-  shared.item[slot.stage].num_live = 0;
-  shared.key_full[slot.stage].arrive();
+  const uint32_t key_stage = item_number % kKeyStages;
+  shared.key_empty[key_stage].wait(item_number / kKeyStages % 2 ^ 1);
+  shared.item[item_number % kItemSlots].num_live = 0;
+  shared.key_full[key_stage].arrive();
   shared.reduce_tile[reduce.stage].query_tile = -1;
   shared.reduce_ready[reduce.stage].arrive();
 }
@@ -184,9 +192,15 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
 // takes the end of all that is on its way, a fence and an atomic.
 template <typename Config, typename Shared>
 __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Shared& shared) {
-  constexpr int kFloats = kQueries * Config::kConfig.head_dim;
+  constexpr BackwardConfig kConfig = Config::kConfig;
+  constexpr int kFloats = kQueries * kConfig.head_dim;
+  // Copies that may still read when a place is handed back. With two places for tiles one by one
+  // that is the place of the tile before: the next tile does not wait for that of this one. With a
+  // place for each tile of a step it does, if this step or the next one has one tile only.
+  constexpr int kPending = kConfig.grad_query_places / kConfig.tiles_at_once - 1;
+  static_assert(kPending == 0 || kPending == 1);
   sm90::Ring<Shared::kReduceSlots> ready;
-  uint32_t parities = 0;  // a bit for each place in a step
+  uint32_t parities = 0;  // a bit for each place
   int head = 0;           // of the tiles that are not counted off
   int num_tiles = 0;
   const auto count_tiles_off = [&] {
@@ -196,7 +210,11 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
     num_tiles = 0;
   };
   const bool asks =
-      schedule_sm90::first_stores(*params.schedule, params.num_tiles, Config::kConfig.head_dim);
+      schedule_sm90::first_stores(*params.schedule, params.num_tiles, kConfig.head_dim);
+  // The first tile hands back the rest.
+  for (int place = 0; place < kConfig.grad_query_places - kPending; ++place) {
+    shared.grad_query_empty[place].arrive();
+  }
   for (;; ready.advance()) {
     shared.reduce_ready[ready.stage].wait(ready.parity);
     const ReduceTile at = shared.reduce_tile[ready.stage];
@@ -211,14 +229,14 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
       parities ^= 1u << at.place;
     };
     const auto hand_back = [&] {
-      sm90::tma_store_wait_read();
-      shared.grad_query_empty[at.place].arrive();
+      sm90::tma_store_wait_read<kPending>();
+      shared.grad_query_empty[(at.place + kPending) % kConfig.grad_query_places].arrive();
     };
     if (at.is_only != 0) {
       wait_until_full();
       const auto* const rows = reinterpret_cast<const typename Shared::Element*>(from);
 #pragma unroll
-      for (int b = 0; b < Config::kConfig.column_blocks(); ++b) {
+      for (int b = 0; b < kConfig.column_blocks(); ++b) {
         sm90::tma_store(params.grad_query_rows, rows + b * kQueries * sm90::kBlockColumns,
                         b * sm90::kBlockColumns, at.query_tile * kQueries, at.head, at.batch,
                         sm90::evict_first());

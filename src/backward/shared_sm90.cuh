@@ -12,7 +12,10 @@
 
 namespace backlite::backward_sm90 {
 
-inline constexpr int kItemSlots = 2;  // an item's K is loaded while the one before is at work
+// What describes an item is read until its dK has left. The next item but one takes its slot, and
+// is written there when a stage of K is free: of two stages the same item's, of one stage that of
+// the item between, whose last (7) comes after that dK.
+inline constexpr int kItemSlots = 2;
 inline constexpr int kCoreElements = sm90::kCoreRows * sm90::kChunkColumns;
 
 // A live tile on its way from the warp that finds it to the one that loads it.
@@ -51,8 +54,8 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   static constexpr int kTileElements = kQueries * kConfig.head_dim;
   // Query tiles whose dQ is on its way, and the mark that ends them. A step's stages are free when
   // its dQ has been handed over, for which the reducer must have taken the step before, one tile of
-  // it at least: so the loader is at most this many ahead and overwrites none that is yet to be
-  // read.
+  // it at least (also where dQ has two places: it hands back the other one when it has taken a
+  // tile): so the loader is at most this many ahead and overwrites none that is yet to be read.
   static constexpr int kReduceSlots = kConfig.query_stages + kConfig.tiles_at_once + 1;
 
   // The small things come first: compute-sanitizer takes the operands of the row terms' step for
@@ -71,22 +74,23 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   ReduceTile reduce_tile[kReduceSlots];
   alignas(8) int query_tile[kConfig.query_stages];  // within the head, with kOnlyTile
 
-  sm90::Barrier key_full[kItemSlots], key_empty[kItemSlots], value_full, value_empty;
+  sm90::Barrier key_full[kConfig.key_stages], key_empty[kConfig.key_stages];
+  sm90::Barrier value_full, value_empty;
   sm90::Barrier tile_full[kConfig.query_stages], tile_empty[kConfig.query_stages];
-  // Of all of a tile's dQ, or of the tile that each consumer has.
-  sm90::Barrier grad_query_full[kConfig.tiles_at_once], grad_query_empty[kConfig.tiles_at_once];
+  sm90::Barrier grad_query_full[kConfig.grad_query_places];
+  sm90::Barrier grad_query_empty[kConfig.grad_query_places];
   sm90::Barrier reduce_ready[kReduceSlots];
   sm90::Barrier found_full[kFoundSlots], found_empty[kFoundSlots];
 
-  alignas(sm90::kTileAlignment) Element key[kItemSlots][kKeys * kConfig.head_dim];
+  alignas(sm90::kTileAlignment) Element key[kConfig.key_stages][kKeys * kConfig.head_dim];
   Element value[kKeys * kConfig.head_dim];
   Element query[kConfig.query_stages][kTileElements];
   Element grad_out[kConfig.query_stages][kTileElements];
   // dS [64 queries][128 keys] of each tile, two, so that one barrier a step is enough.
   Element grad_scores[2][kConfig.tiles_at_once][kQueries * kKeys];
-  // What each consumer has of dQ, as it is in global memory: float32 by fragment, or, of the only
-  // live tile of a query tile, rows in the caller's type.
-  float grad_query[kConsumers][kQueries * kGradQueryColumns];
+  // dQ of a tile as it is in global memory: float32 by fragment, or, of the only live tile of a
+  // query tile, rows in the caller's type.
+  float grad_query[kConfig.grad_query_places][kTileElements];
 };
 
 }  // namespace backlite::backward_sm90

@@ -65,9 +65,10 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// The stores of this thread have finished reading shared memory.
+// The stores of this thread have finished reading shared memory, all but the last kPending groups.
+template <int kPending = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Orders ordinary writes to shared memory before reads by the copy engine and the tensor cores.
