@@ -65,6 +65,19 @@ class Barrier {
 #endif
   }
 
+  // Whether a wait for this parity would return at once.
+  __device__ __forceinline__ bool has_completed(uint32_t parity) const {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address()), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
+
   __device__ __forceinline__ uint32_t address() const { return shared_address(&state_); }
 
  private:
