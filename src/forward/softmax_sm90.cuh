@@ -46,8 +46,8 @@ struct Rows {
 // Entries that the mask hides become minus infinity. A thread's elements of a row are bits of a
 // word, cut at the row's two bounds: one select an element is left, on predicates that are set by
 // the eight, and only in those quarters of the tile where the warp needs it: none of the second
-// half, if that half is not used. ptxas sets them by the eight (R2P) if selects are ordered by rows,
-// but it then needs all predicates, and works out anew at every tile what it had kept in them.
+// half, if that half is not used. ptxas sets them by the eight (R2P) if selects are ordered by
+// rows, but it then needs all predicates, and works out anew at every tile what it had kept there.
 template <bool kByRow, int kSize>
 __device__ __forceinline__ void mask_scores(float (&scores)[kSize], const RowKeys& keys,
                                             int key_begin, float sign, int thread, bool is_half) {
