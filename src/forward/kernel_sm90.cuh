@@ -265,16 +265,16 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
       const ConsumerTiles own = shared.consumer_tiles[slot.stage][consumer];
       const TileRange seen = own.seen, unmasked = own.unmasked;
 
-      // This thread's word of the first tile.
-      const auto first_row_masses = [&] {
-        return item_row_masses<kConsumers>(params, slot.stage, consumer) + mass_word(thread);
-      };
-      // Its word of the next tile to be stored. Walked, and found anew in the rare branch that
+      // Where this thread stores row masses next. Walked, and found anew in the rare branch that
       // rescales: indexed by tile, statistics cost 3.4% at D = 128 instead of 2.0%. Set after the
       // first product, beside which registers are scarce.
-      uint32_t* row_masses;
+      uint32_t* next_word;
+      const auto first_word = [&] {
+        return item_row_masses<kConsumers>(params, slot.stage, consumer) +
+               first_mass_word<kConfig.tiles_in_exchange>(thread);
+      };
       Rows rows;
-      uint32_t mass_pair = 0;  // of the last tile, not yet in row_masses
+      RowMasses<kConfig.tiles_in_exchange> masses;
 
       // (1)
       Element* query = shared.query[slot.stage][consumer];
@@ -345,14 +345,14 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
 #pragma unroll
             for (int i = 0; i < kD / 2; ++i) out[i] *= rows.alpha[i / 2 % 2];
             if constexpr (kRecord) {
-              rescale_row_masses(first_row_masses(), seen.end - 1 - n, rows.alpha, lane);
+              masses.rescale(first_word(), seen.end - 1 - n, rows.alpha, lane);
             }
           }
         }
         rows.sum[0] += mass[0];
         rows.sum[1] += mass[1];
         if constexpr (kRecord) {
-          mass_pair = sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
+          masses.last = sm90::pack<sm90::BFloat16>(mass[0], mass[1]);
         }
       };
 
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           issue_tile_scores();
           beside_scores();
         }
-        if constexpr (kRecord) row_masses = first_row_masses();
+        if constexpr (kRecord) next_word = first_word();
         softmax(seen.end - 1, std::true_type{});
         release_query();
 
@@ -444,10 +444,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
           issue_tile_out(has_out);
           has_out = true;
           sm90::named_barrier_arrive(next_turn, kTurnThreads);
-          if constexpr (kRecord) {
-            store_row_masses(row_masses, mass_pair, lane);
-            row_masses += kMassWords;
-          }
+          if constexpr (kRecord) masses.store(next_word, lane);
           sm90::wgmma_wait<1>();
           sm90::pin(scores);
           softmax(n, std::false_type{});
@@ -459,7 +456,7 @@ __global__ void __launch_bounds__(Config::kConfig.num_threads(), 1)
         sm90::wgmma_fence();
         issue_tile_out(has_out);
         if (has_tail) sm90::named_barrier_arrive(next_turn, kTurnThreads);
-        if constexpr (kRecord) store_row_masses(row_masses, mass_pair, lane);
+        if constexpr (kRecord) masses.finish(next_word, lane);
         finish_rows();
         sm90::wgmma_wait<0>();
         sm90::pin(out);

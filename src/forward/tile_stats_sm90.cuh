@@ -37,28 +37,82 @@ __device__ __forceinline__ uint32_t* item_row_masses(const ForwardParams& params
              params.num_key_tiles * kMassWords;
 }
 
-// Which of a tile's words holds the rows of this thread of the warpgroup.
-__device__ __forceinline__ int mass_word(int thread) { return thread / 4; }
+// The first word of a thread of the warpgroup, with kTiles tiles in an exchange (RowMasses).
+template <int kTiles>
+__device__ __forceinline__ int first_mass_word(int thread) {
+  return thread / 4 + thread % kTiles * kMassWords;
+}
 
-// Writes the masses of the rows that this lane and its three neighbours share; `pair` is this
-// lane's part. Called where the warp waits for products anyway: the exchanges take their time.
-__device__ __forceinline__ void store_row_masses(uint32_t* word, uint32_t pair, int lane) {
+// Of a tile's masses of two rows: the sums over the four lanes that share the rows.
+__device__ __forceinline__ uint32_t add_up_masses(uint32_t pair) {
   pair = sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 1));
-  pair = sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 2));
-  if (lane % 4 == 0) *word = pair;
+  return sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 2));
 }
 
-// Brings the words of `count` tiles to references that grew by 1 / alpha.
-__device__ __forceinline__ void rescale_row_masses(uint32_t* words, int count,
-                                                   const float (&alpha)[2], int lane) {
-  if (lane % 4 != 0 || (alpha[0] == 1.0f && alpha[1] == 1.0f)) return;
-#pragma unroll 1
-  for (int n = 0; n < count; ++n) {
-    uint32_t& word = words[n * kMassWords];
-    word = sm90::pack<sm90::BFloat16>(sm90::low_bfloat16(word) * alpha[0],
-                                      sm90::high_bfloat16(word) * alpha[1]);
-  }
+// The same sums, bit for bit, of two tiles with no more exchanges: even lanes send their part of
+// the second tile and return the first's sums, odd lanes the other way round.
+__device__ __forceinline__ uint32_t add_up_masses(uint32_t first, uint32_t second, int lane) {
+  const bool is_odd = lane % 2;
+  const uint32_t received = __shfl_xor_sync(kAllLanes, is_odd ? first : second, 1);
+  const uint32_t pair = sm90::add_bfloat16_pairs(is_odd ? second : first, received);
+  return sm90::add_bfloat16_pairs(pair, __shfl_xor_sync(kAllLanes, pair, 2));
 }
+
+__device__ __forceinline__ uint32_t rescale_masses(uint32_t pair, const float (&alpha)[2]) {
+  return sm90::pack<sm90::BFloat16>(sm90::low_bfloat16(pair) * alpha[0],
+                                    sm90::high_bfloat16(pair) * alpha[1]);
+}
+
+// The masses of an item that a thread has not stored yet. kTiles tiles share an exchange; of the
+// four lanes that share two rows, lane i < kTiles stores the words of tiles i, i + kTiles, ... in
+// the order of the visit.
+template <int kTiles>
+struct RowMasses {
+  static_assert(kTiles == 1 || kTiles == 2);
+  static constexpr int kStride = kTiles * kMassWords;  // from one word of a thread to its next
+
+  uint32_t last = 0;     // this lane's part of the last tile
+  uint32_t pending = 0;  // of the tile before, waiting for its partner
+  // Told by a flag: the parity of the number of tiles took three instructions a tile more.
+  bool has_pending = false;
+
+  // Puts `last` away; `next` is this thread's next word. Called where the warp waits for products
+  // anyway: the exchanges take their time.
+  __device__ __forceinline__ void store(uint32_t*& next, int lane) {
+    if constexpr (kTiles == 2) {
+      has_pending = !has_pending;
+      if (has_pending) {
+        pending = last;
+        return;
+      }
+    }
+    const uint32_t sums = kTiles == 2 ? add_up_masses(pending, last, lane) : add_up_masses(last);
+    if (lane % 4 < kTiles) *next = sums;
+    next += kStride;
+  }
+
+  // The same of an item's last tile, which may be left without a partner.
+  __device__ __forceinline__ void finish(uint32_t* next, int lane) {
+    store(next, lane);
+    if (kTiles == 2 && has_pending) {
+      const uint32_t sums = add_up_masses(pending);
+      if (lane % 4 == 0) *next = sums;
+    }
+  }
+
+  // Brings the `count` tiles that were put away to references that grew by 1 / alpha. A lane
+  // rescales what it stored itself, so that nobody waits.
+  __device__ __forceinline__ void rescale(uint32_t* first_word, int count, const float (&alpha)[2],
+                                          int lane) {
+    if (kTiles == 2) pending = rescale_masses(pending, alpha);
+    if (lane % 4 >= kTiles || (alpha[0] == 1.0f && alpha[1] == 1.0f)) return;
+#pragma unroll 1
+    for (int n = 0; n < count / kTiles; ++n) {
+      uint32_t& word = first_word[n * kStride];
+      word = rescale_masses(word, alpha);
+    }
+  }
+};
 
 // One warp. Writes p of key tiles [0, num_tiles) of one query tile; those outside
 // [tile_begin, tile_end) hold nothing. `words` are those of tile_end - 1, tile_end - 2, ...:
