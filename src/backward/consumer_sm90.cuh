@@ -242,7 +242,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     sm90::wgmma_commit();
   };
 
-  // Rows of an accumulator to shared memory, swizzled, in the caller's type.
+  // Rows of dQ to shared memory, swizzled, in the caller's type: of a query tile's only live tile.
   const auto stage_rows = [&]<int kSize>(const float (&fragment)[kSize], float factor,
                                          const void* to, int first_column) {
     const uint32_t address = sm90::shared_address(to);

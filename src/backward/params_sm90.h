@@ -10,7 +10,7 @@
 
 namespace backlite::backward_sm90 {
 
-// Row terms: what (2) and (5) add to every element of a query row, as 16-bit numbers that the
+// Row terms: what (1) and (4) add to every element of a query row, as 16-bit numbers that the
 // tensor cores add up: -LSE / scale in three parts, then -delta in three parts, then two zeros.
 inline constexpr int kRowTerms = 8;
 inline constexpr int kParts = 3;  // 3 * 8 bits of bfloat16 hold a float32
@@ -29,7 +29,7 @@ struct Strides {  // of a (batch, length, heads, head_dim) tensor, in elements
 // may add.
 inline constexpr uint32_t kStored = 1u << 31;
 
-// The same: one live tile alone adds to the query tile, and stores dQ as the caller wants it.
+// There, too: the query tile has one live tile, which stores dQ as the caller wants it.
 inline constexpr uint32_t kOnlyOne = 1u << 30;
 
 // In Heads::done: the other bits are the number of a head.

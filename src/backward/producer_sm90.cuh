@@ -122,8 +122,8 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
     };
 
     // In the order in which space becomes free: K's second stage after the item before the last, Q
-    // and dO after a step of the last item, V during its last step, K's only stage when that has
-    // its dQ.
+    // and dO after a step of the last item, V during its last step, K's only stage after (7) of
+    // that step.
     if (tile.num_live > 0) {
       if constexpr (kKeyStages > 1) load_key();
       num_left = tile.num_live;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
   constexpr int kFloats = kQueries * kConfig.head_dim;
   // Copies that may still read when a place is handed back. With two places for tiles one by one
   // that is the place of the tile before: the next tile does not wait for that of this one. With a
-  // place for each tile of a step it does, if this step or the next one has one tile only.
+  // place for each tile of a step it does, if this step has one tile only.
   constexpr int kPending = kConfig.grad_query_places / kConfig.tiles_at_once - 1;
   static_assert(kPending == 0 || kPending == 1);
   sm90::Ring<Shared::kReduceSlots> ready;
@@ -249,7 +249,8 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
       shared.grad_query_full[at.place].wait(parities >> at.place & 1);
       parities ^= 1u << at.place;
     };
-    // After a copy has been started. A place is handed back when it has been read.
+    // After a copy has been started. A place is handed back when it has been read. The question for
+    // the next tile goes out while this copy reads: before that is waited for, if it is.
     const auto go_on = [&] {
       if constexpr (kPending == 0) ask_for_next();
       sm90::tma_store_wait_read<kPending>();

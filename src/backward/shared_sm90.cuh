@@ -40,7 +40,7 @@ struct alignas(16) ReduceTile {
   int32_t head;
   int32_t query_tile;  // negative: the end
   int16_t is_only;
-  int16_t place;  // in its step
+  int16_t place;  // in SharedMemory::grad_query
 };
 
 // Columns with few live tiles take less time than the memory accesses that find them one by one:
@@ -54,8 +54,9 @@ struct alignas(sm90::kTileAlignment) SharedMemory {
   static constexpr int kTileElements = kQueries * kConfig.head_dim;
   // Query tiles whose dQ is on its way, and the mark that ends them. A step's stages are free when
   // its dQ has been handed over, for which the reducer must have taken the step before, one tile of
-  // it at least (also where dQ has two places: it hands back the other one when it has taken a
-  // tile): so the loader is at most this many ahead and overwrites none that is yet to be read.
+  // it at least (also where tiles take two places in turn: it hands back the other one when it has
+  // taken a tile): so the loader is at most this many ahead and overwrites none that is yet to be
+  // read.
   static constexpr int kReduceSlots = kConfig.query_stages + kConfig.tiles_at_once + 1;
 
   // The small things come first: compute-sanitizer takes the operands of the row terms' step for

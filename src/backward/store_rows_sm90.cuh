@@ -26,8 +26,9 @@ __device__ __forceinline__ void store_rows(const float (&fragment)[kSize], float
     return grad_scores + sm90::swizzled_offset(sm90::kMmaRows, 8 * chunk + (row % 8 ^ chunk),
                                                sm90::kWarpRows * warp + row / 8 * 8);
   };
-  // What another chunk or another row changes in it.
-  constexpr uint32_t kChunkBits = sm90::kSwizzleBytes | sm90::kChunkBytes;  // also of row % 8
+  // What another chunk or another row changes in it: x flipped in the number of the chunk, or in
+  // row % 8, flips x * kChunkBits, and x chunks further is x * kChunkStep further besides.
+  constexpr uint32_t kChunkBits = sm90::kSwizzleBytes | sm90::kChunkBytes;
   constexpr uint32_t kChunkStep = 8 * sm90::kSwizzleBytes;
   constexpr uint32_t kRow8Bits = sm90::kChunkBytes;
   const uint32_t write_to = address_of(sm90::store_row(lane), sm90::store_column(lane) / 8);
