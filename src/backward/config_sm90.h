@@ -73,8 +73,9 @@ constexpr bool is_valid(const BackwardConfig& config) {
   return sm90::fits_register_file(kConsumers, config.consumer_registers,
                                   config.producer_registers) &&
          config.query_stages % config.tiles_at_once == 0 &&
+         // Places follow the stages; with two tiles a step they are numbered as the consumers.
          config.query_stages % config.grad_query_places == 0 &&
-         config.grad_query_places % config.tiles_at_once == 0;
+         (config.tiles_at_once == 1 || config.grad_query_places == config.tiles_at_once);
 }
 static_assert(is_valid(kD128) && is_valid(kD64));
 
