@@ -50,6 +50,11 @@ struct Cut {
     if (column < first_of_tail) return (live + limit - 1) / limit;
     return live == 0 ? 0 : min(max(live / kMinTailPart, 1), kTailParts);
   }
+  // Most columns are one part, and a 64-bit division is a chain of some 70 instructions.
+  __device__ __forceinline__ static int part_begin(int live, int i, int parts) {
+    if (i == 0) return 0;
+    return i == parts ? live : static_cast<int>(static_cast<int64_t>(live) * i / parts);
+  }
   // `behind`: the share of the columns that is behind the group's first one, itself included.
   __device__ __forceinline__ bool is_early(int live, int parts, float behind) const {
     return kEarlyFactor * static_cast<float>(live) > mean * behind * static_cast<float>(parts);
@@ -133,17 +138,17 @@ __global__ void __launch_bounds__(kPlanThreads)
 
   // (4)
   const float behind = static_cast<float>(params.num_columns - begin) * per_column;
+  const float per_tile = static_cast<float>(kBuckets) / static_cast<float>(cut.limit);
   const auto bucket_of = [&](int length, bool is_early) {
-    const auto longest_first =
-        static_cast<int>(static_cast<int64_t>(cut.limit - length) * kBuckets / cut.limit);
-    return longest_first + (is_early ? 0 : kBuckets);
+    const auto longest_first = static_cast<int>(static_cast<float>(cut.limit - length) * per_tile);
+    return min(longest_first, kBuckets - 1) + (is_early ? 0 : kBuckets);
   };
   for (int c = begin + threadIdx.x; c < end; c += kPlanThreads) {
     const int parts = cut.num_parts(c, live[c]);
     const bool is_early = cut.is_early(live[c], parts, behind);
     for (int i = 0; i < parts; ++i) {
-      const int first = static_cast<int64_t>(live[c]) * i / parts;
-      const int next = static_cast<int64_t>(live[c]) * (i + 1) / parts;
+      const int first = cut.part_begin(live[c], i, parts);
+      const int next = cut.part_begin(live[c], i + 1, parts);
       atomicAdd(&buckets[bucket_of(next - first, is_early)], 1);
     }
   }
@@ -175,8 +180,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     }
     const int batch_key_head = c / params.num_key_tiles;
     for (int i = 0; i < parts; ++i) {
-      const int first = static_cast<int64_t>(live[c]) * i / parts;
-      const int next = static_cast<int64_t>(live[c]) * (i + 1) / parts;
+      const int first = cut.part_begin(live[c], i, parts);
+      const int next = cut.part_begin(live[c], i + 1, parts);
       params.layout.items[atomicAdd(&buckets[bucket_of(next - first, is_early)], 1)] = {
           .batch = batch_key_head / params.num_key_heads,
           .key_head = batch_key_head % params.num_key_heads,

@@ -1,7 +1,7 @@
 // Select on a Hopper GPU: the rule of select/cpu.cpp, without sorting. For every row of tiles:
 //   (1) p in fixed point, for the key tiles that the mask allows
 //   (2) the cut: the largest value x such that all tiles lighter than x add up to < negl_prob,
-//       found bit by bit
+//       found bit by bit, until a single tile is left that it can be
 //   (3) lighter tiles are skipped; of those at x, by key tile, as many as still fit
 //   (4) at least the last in the order (p, key tile) stays
 //
@@ -123,14 +123,37 @@ __global__ void __launch_bounds__(kThreads)
     };
 
     // (2) Capped just above the row's total: there the sum is the total, and the cut is found from
-    // the other side, as the heaviest tile.
+    // the other side, as the heaviest tile. The cut is the value of some tile in [cut, cut + 2^bit),
+    // unless the budget is 0, when it is 0: so one tile there ends the search, after some 13 of 41
+    // bits in rows of 64 tiles.
     int64_t cut = 0;
     const bool all_fit = total < negl_prob;
     const int64_t budget = all_fit ? total : negl_prob;
 #pragma unroll 1
     for (int bit = kProbFractionBits; bit >= 0; --bit) {
-      const int64_t x = cut | int64_t{1} << bit;
-      if (sum_below(x) < budget) cut = x;
+      const int64_t half = int64_t{1} << bit;
+      const int64_t x = cut + half;
+      int num_below = 0;  // of the tiles in [cut, x)
+      int num_above = 0;  // in [x, x + half)
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        num_below += probs[i] >= cut && probs[i] < x;
+        num_above += probs[i] >= x && probs[i] < x + half;
+      }
+      const int64_t counts = sum_of_row(static_cast<int64_t>(num_above) << 24 | num_below);
+      const bool is_above = sum_below(x) < budget;
+      if (is_above) cut = x;
+      const auto num_left = static_cast<int>(is_above ? counts >> 24 : counts & 0xffffff);
+      if (num_left > 1) continue;
+      if (num_left == 1) {
+        int64_t mine = 0;
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          if (probs[i] >= cut && probs[i] < cut + half) mine = probs[i];
+        }
+        cut = sum_of_row(mine);
+      }
+      break;
     }
 
     // (3)
