@@ -19,6 +19,11 @@ inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kRowsOfBlock = 8;  // query tiles: one byte of the tile bits
 
+// Rows of up to so many tiles a thread are searched until one tile is left that the cut can be: at
+// 64 key tiles 17.6 us instead of 21.5 (8k, 64 heads). With eight a thread counting them takes
+// longer than the bits that it spares: 59 us instead of 52 at 256 (32k, 16 heads).
+inline constexpr int kCountedPerThread = 2;
+
 struct SelectParams {
   Mask mask;
   const float* tile_stats;   // [B, H, Tm, Tn]
@@ -123,37 +128,40 @@ __global__ void __launch_bounds__(kThreads)
     };
 
     // (2) Capped just above the row's total: there the sum is the total, and the cut is found from
-    // the other side, as the heaviest tile. The cut is the value of some tile in [cut, cut + 2^bit),
-    // unless the budget is 0, when it is 0: so one tile there ends the search, after some 13 of 41
-    // bits in rows of 64 tiles.
+    // the other side, as the heaviest tile. The cut is the value of some tile in
+    // [cut, cut + 2^bit), unless the budget is 0, when it is 0: so one tile there ends the search.
     int64_t cut = 0;
     const bool all_fit = total < negl_prob;
     const int64_t budget = all_fit ? total : negl_prob;
 #pragma unroll 1
     for (int bit = kProbFractionBits; bit >= 0; --bit) {
       const int64_t half = int64_t{1} << bit;
-      const int64_t x = cut + half;
-      int num_below = 0;  // of the tiles in [cut, x)
-      int num_above = 0;  // in [x, x + half)
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        num_below += probs[i] >= cut && probs[i] < x;
-        num_above += probs[i] >= x && probs[i] < x + half;
-      }
-      const int64_t counts = sum_of_row(static_cast<int64_t>(num_above) << 24 | num_below);
-      const bool is_above = sum_below(x) < budget;
-      if (is_above) cut = x;
-      const auto num_left = static_cast<int>(is_above ? counts >> 24 : counts & 0xffffff);
-      if (num_left > 1) continue;
-      if (num_left == 1) {
-        int64_t mine = 0;
+      if constexpr (kPerThread > kCountedPerThread) {
+        if (sum_below(cut | half) < budget) cut |= half;
+      } else {
+        const int64_t x = cut + half;
+        int num_below = 0;  // of the tiles in [cut, x)
+        int num_above = 0;  // in [x, x + half)
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
-          if (probs[i] >= cut && probs[i] < cut + half) mine = probs[i];
+          num_below += probs[i] >= cut && probs[i] < x;
+          num_above += probs[i] >= x && probs[i] < x + half;
         }
-        cut = sum_of_row(mine);
+        const int64_t counts = sum_of_row(static_cast<int64_t>(num_above) << 24 | num_below);
+        const bool is_above = sum_below(x) < budget;
+        if (is_above) cut = x;
+        const auto num_left = static_cast<int>(is_above ? counts >> 24 : counts & 0xffffff);
+        if (num_left > 1) continue;
+        if (num_left == 1) {
+          int64_t mine = 0;
+#pragma unroll
+          for (int i = 0; i < kPerThread; ++i) {
+            if (probs[i] >= cut && probs[i] < cut + half) mine = probs[i];
+          }
+          cut = sum_of_row(mine);
+        }
+        break;
       }
-      break;
     }
 
     // (3)
