@@ -90,7 +90,7 @@ def test_an_interrupted_training_says_how_it_goes_on(tmp_path: Path) -> None:
     while not (tmp_path / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert f"--resume --out {tmp_path} goes on" in output
     assert "Traceback" not in output
