@@ -12,7 +12,7 @@ import child
 import oracle
 import pytest
 import torch
-from back_lite import BackLite, attention, ops, reference
+from back_lite import BackLite, _kernels, attention, ops, reference
 from cases import Case
 
 CASE = Case(640, 1100, num_heads=4, num_key_heads=2, topics=True, causal=True)
@@ -64,6 +64,28 @@ def test_out_alone_is_out_beside_the_lse(with_statistics: bool, device: str) -> 
     (alone, stats), ((beside, _), other_stats) = runs
     assert torch.equal(alone, beside)
     assert torch.equal(stats, other_stats)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_fake"), reason="before torch 2.4 every call has an LSE"
+)
+def test_only_who_wants_the_lse_has_one(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    counts: list[int] = []
+    run = _kernels.attention
+
+    def counted(*arguments: Any) -> list[torch.Tensor]:
+        outputs = run(*arguments)
+        counts.append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(_kernels, "attention", counted)
+    leaves = leaves_of(CASE, device)
+    tensors = [t.detach() for t in leaves]
+    BackLite()(*tensors)
+    attention(*tensors, return_softmax_lse=True)
+    ops.forward(*tensors)
+    BackLite()(*leaves)
+    assert counts == [1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("negl_prob", [0.0, 0.3, [0.0, 0.1, 0.2, 0.3]])
