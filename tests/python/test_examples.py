@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def train(*args: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell that starts tests in the background has them, and their children, ignore it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -90,7 +93,7 @@ def test_an_interrupted_training_says_how_it_goes_on(tmp_path: Path) -> None:
     while not (tmp_path / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"--resume --out {tmp_path} goes on" in output
     assert "Traceback" not in output
