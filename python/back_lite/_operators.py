@@ -167,8 +167,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and _dispatch_keys(tensor) in _PLAIN_KEYSETS
 
 
-def _is_watched() -> bool:
-    """Tell whether something between an operator and its kernel wants to see every call."""
+def _needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Tell whether something between an operator and its kernel wants to see a call."""
+    for tensor in tensors:
+        if tensor is not None and not is_plain(tensor):
+            return True
     return (
         _C._len_torch_dispatch_stack() > 0
         or _C._len_torch_function_stack() > 0
@@ -178,14 +181,6 @@ def _is_watched() -> bool:
         or forward_ad._current_level >= 0
         or _is_profiling()
     )
-
-
-def _needs_dispatcher(*tensors: Tensor | None) -> bool:
-    """Tell whether something between an operator and its kernel wants to see a call."""
-    for tensor in tensors:
-        if tensor is not None and not is_plain(tensor):
-            return True
-    return _is_watched()
 
 
 class _Attention(_Function):
@@ -279,14 +274,7 @@ _registry.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Tell whether an eager call is on plain tensors, and may do without the dispatcher."""
-    return (
-        # is_plain of each, in one go
-        type(query) is type(key) is type(value) is Tensor
-        and _dispatch_keys(query) in _PLAIN_KEYSETS
-        and _dispatch_keys(key) in _PLAIN_KEYSETS
-        and _dispatch_keys(value) in _PLAIN_KEYSETS
-        and not _is_watched()
-    )
+    return not _needs_dispatcher(query, key, value)
 
 
 def call_attention(
@@ -308,27 +296,14 @@ def call_attention(
     ``is_direct`` is that of the three tensors; ``needs_grad`` tells whether gradients are on and
     one of the three needs one. Without ``wants_lse`` the LSE may be missing, if out is alone.
     """
+    options = (negl_prob, scale, causal, window_left, window_right, record)
     outputs: Sequence[Tensor]  # not a cast of the results: torch 2.4 does not compile one
     if not is_direct or (negl_prob is not None and not is_plain(negl_prob)):
-        outputs = attention(
-            query, key, value, negl_prob, scale, causal, window_left, window_right, record
-        )
+        outputs = attention(query, key, value, *options)
     elif needs_grad:
-        options = (negl_prob, scale, causal, window_left, window_right, record)
         outputs = _apply_attention(query, key, value, None, options)
     else:
-        outputs = _kernels.attention(
-            query,
-            key,
-            value,
-            negl_prob,
-            scale,
-            causal,
-            window_left,
-            window_right,
-            record,
-            wants_lse,
-        )
+        outputs = _kernels.attention(query, key, value, *options, wants_lse)
     return outputs
 
 

@@ -243,18 +243,17 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
   };
 
   // Rows of dQ to shared memory, swizzled, in the caller's type: of a query tile's only live tile.
-  const auto stage_rows = [&]<int kSize>(const float (&fragment)[kSize], float factor,
-                                         const void* to, int first_column) {
+  const auto stage_rows = [&](const void* to, int first_column) {
     const uint32_t address = sm90::shared_address(to);
     const int here = sm90::not_ahead(lane);
     const int row = sm90::kWarpRows * warp + sm90::store_row(here);
 #pragma unroll
-    for (int k = 0; k < kSize / 8; ++k) {
+    for (int k = 0; k < kGradQueryColumns / 16; ++k) {
       uint32_t packed[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        packed[j] = sm90::pack<Element>(fragment[8 * k + 2 * j] * factor,
-                                        fragment[8 * k + 2 * j + 1] * factor);
+        packed[j] = sm90::pack<Element>(grad_query[8 * k + 2 * j] * params.grad_scale,
+                                        grad_query[8 * k + 2 * j + 1] * params.grad_scale);
       }
       sm90::store_matrices(
           address + sm90::swizzled_offset(sm90::kMmaRows, row,
@@ -271,8 +270,7 @@ __device__ __forceinline__ void consume(const BackwardParams& params, Shared& sh
     shared.grad_query_empty[place].wait(grad_query_parities >> place & 1);
     grad_query_parities ^= 1u << place;
     if (kMeetsOnly && (query_tile & kOnlyTile) != 0) {
-      stage_rows(grad_query, params.grad_scale, shared.grad_query[place],
-                 kSharesTiles ? 0 : consumer * kGradQueryColumns);
+      stage_rows(shared.grad_query[place], kSharesTiles ? 0 : consumer * kGradQueryColumns);
     } else {
       float* const staging = shared.grad_query[place] +
                              (kSharesTiles ? 0 : consumer * kQueries * kGradQueryColumns) +

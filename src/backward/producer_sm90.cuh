@@ -18,6 +18,12 @@ namespace backlite::backward_sm90 {
 enum ProducerWarp : int { kFinder = 0, kLoader = 1, kReducer = 2, kLister = 3, kNumProducerWarps };
 static_assert(kNumProducerWarps == 4, "A warpgroup");
 
+// The number of a query tile among all of them: batch by batch, head by head.
+__device__ __forceinline__ int number_of_tile(const BackwardParams& params, int batch, int head,
+                                              int query_tile) {
+  return (batch * params.num_query_heads + head) * params.num_query_tiles + query_tile;
+}
+
 // Takes items from the counter and hands their tiles to the loader. A whole warp.
 template <typename Config, typename TileSource, typename Shared>
 __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared& shared, int lane) {
@@ -49,8 +55,7 @@ __device__ __forceinline__ void find_tiles(const BackwardParams& params, Shared&
       const int head = item.key_head * params.heads_per_key_head + tile.head;
       const bool is_only =
           has_only &&
-          params.started[(item.batch * params.num_query_heads + head) * params.num_query_tiles +
-                         tile.index] == kOnlyOne;
+          params.started[number_of_tile(params, item.batch, head, tile.index)] == kOnlyOne;
       hand_over({.batch = item.batch,
                  .head = head,
                  .query_tile = tile.index,
@@ -130,9 +135,7 @@ __device__ __forceinline__ void load_tiles(const BackwardParams& params, Shared&
       needs_value = true;
     }
 
-    const int global_tile =
-        (tile.batch * params.num_query_heads + tile.head) * params.num_query_tiles +
-        tile.query_tile;
+    const int global_tile = number_of_tile(params, tile.batch, tile.head, tile.query_tile);
     const auto load_tile = [&] {
       sm90::Barrier& full = shared.tile_full[stage.stage];
       shared.query_tile[stage.stage] = tile.query_tile | (tile.is_only != 0 ? kOnlyTile : 0);
@@ -215,15 +218,13 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
     if (num_tiles > 0) count_off(params.heads, head, num_tiles);
     num_tiles = 0;
   };
-  const auto number_of = [&](const ReduceTile& at) {
-    return (at.batch * params.num_query_heads + at.head) * params.num_query_tiles + at.query_tile;
-  };
   const bool asks =
       schedule_sm90::first_stores(*params.schedule, params.num_tiles, kConfig.head_dim);
   bool has_asked = false;          // for the next tile
   uint32_t started = 1 | kStored;  // the answer
   const auto ask = [&](const ReduceTile& at) {
-    started = sm90::fetch_add(params.started + number_of(at), 1);
+    const int tile = number_of_tile(params, at.batch, at.head, at.query_tile);
+    started = sm90::fetch_add(params.started + tile, 1);
     has_asked = true;
   };
   const auto ask_for_next = [&] {
@@ -272,8 +273,9 @@ __device__ __forceinline__ void add_grad_query(const BackwardParams& params, Sha
     }
     if (asks && !has_asked) ask(at);
     has_asked = false;
-    float* const to = params.grad_query + static_cast<int64_t>(number_of(at)) * kFloats;
-    uint32_t* const word = params.started + number_of(at);
+    const int tile = number_of_tile(params, at.batch, at.head, at.query_tile);
+    float* const to = params.grad_query + static_cast<int64_t>(tile) * kFloats;
+    uint32_t* const word = params.started + tile;
     if (started == 0) {
       wait_until_full();
       sm90::bulk_store(to, from, kFloats * sizeof(float));
